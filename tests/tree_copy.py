@@ -18,7 +18,8 @@ def copy_of_tree(to: Path, *, built: bool = True) -> None:
         cwd=ROOT, check=True, capture_output=True, text=True,
     ).stdout.split("\0")  # fmt: skip
     if built:
-        names += [str(path.relative_to(ROOT)) for path in (ROOT / "backends").rglob("*.so")]
+        folders = (ROOT / "backends", ROOT / "topology")
+        names += [str(each.relative_to(ROOT)) for one in folders for each in one.rglob("*.so")]
     for name in filter(None, names):
         if (ROOT / name).exists():
             (to / name).parent.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import cached_property, lru_cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, cast
 
 from mkernel.errors import ArgumentError, DtypeError, Unsupported
@@ -19,7 +18,6 @@ from mkernel.plan.arguments import (
     NOTHING,
     RESULTS,
     Around,
-    Layout,
     Norm,
     check_around,
     check_blocks,
@@ -30,7 +28,6 @@ from mkernel.plan.model import (
     E4M3,
     BiasStep,
     CommonPart,
-    DtypeName,
     GemmShape,
     LaunchPlan,
     NormStep,
@@ -38,6 +35,7 @@ from mkernel.plan.model import (
     PathChoice,
     PathName,
     Prediction,
+    Schedule,
     Shape,
 )
 from mkernel.plan.ops import canonical
@@ -122,36 +120,10 @@ def explain(
         ShapeError, DtypeError, LayoutError, ArgumentError: the argument, its value, what is legal.
         NoRoute: two ranks have no path between them.
     """
-    capabilities = capabilities.with_cores(world.cores)
-    sizes, returns = arguments.way_home(op, sizes)
-    asked, library = _checked(
-        op, sizes, dtype, out_dtype, b_layout, world, accelerator, capabilities, nic, verbs, path,
-        around,
-    )  # fmt: skip
-    if chunk is not None:
-        check_integer(ArgumentError, "chunk", chunk, MAX_DIMENSION)
-    for argument, blocks, cores in (
-        ("compute_blocks", compute_blocks, capabilities.compute_cores),
-        ("comm_blocks", comm_blocks, capabilities.comm_cores),
-    ):
-        if blocks is not None:
-            check_integer(ArgumentError, argument, blocks, cores)
-    return _planned(
-        asked,
-        world,
-        accelerator,
-        _Choice(
-            capabilities,
-            chunk,
-            compute_blocks,
-            comm_blocks,
-            cast(PathChoice, path),
-            library,
-            arguments.exchanges(exchange, asked.op, world.nodes, world.ranks_per_node),
-            returns,
-        ),
-        schedule,
-    )
+    return _plans(
+        op, dtype, out_dtype, b_layout, around, world, accelerator, capabilities, nic, verbs,
+        path=path, exchange=exchange, schedule=schedule,
+    ).explain(sizes, chunk, compute_blocks, comm_blocks)  # fmt: skip
 
 
 _Given = ParamSpec("_Given")
@@ -185,13 +157,11 @@ def common_part(
     """Return what all plans of a plan's op, shape, dtypes, layout and path share in this world. The
     arguments are those of :func:`explain`; it raises the same errors if this world has no such
     plan."""
-    sizes = plan.shape.model_dump(exclude={"kind"})
-    asked, _ = _checked(
-        plan.op, sizes, plan.dtype, plan.out_dtype, plan.b_layout, world, accelerator,
-        capabilities, nic, verbs, plan.path, _around_of(plan),
+    plans = Plans(
+        plan.op, plan.dtype, plan.out_dtype, plan.b_layout, _around_of(plan), world, accelerator,
+        capabilities, nic, verbs, path=plan.path,
     )  # fmt: skip
-    links = _links(asked.op, world, accelerator, capabilities)[0]
-    return _common(asked, world, accelerator, capabilities, plan.path, links)
+    return plans.common_part(plan.shape.model_dump(exclude={"kind"}), plan.path)
 
 
 def _around_of(plan: LaunchPlan) -> Around:
@@ -199,161 +169,314 @@ def _around_of(plan: LaunchPlan) -> Around:
     return Around(plan.copies, plan.bias is not None, plan.products, norm, plan.scales)
 
 
+class Plans:
+    """The plans of one op, with operands of one kind, in one world. What does not depend on sizes is
+    checked and made once, for the first call or before: a plan of other sizes has only these to
+    check, and closed forms of them to compare."""
+
+    def __init__(
+        self,
+        op: str,
+        dtype: str,
+        out_dtype: str | None,
+        b_layout: str,
+        around: Around,
+        world: WorldMap,
+        accelerator: str,
+        capabilities: AcceleratorCapabilities,
+        nic: str | None,
+        verbs: str | None,
+        *,
+        path: str = "auto",
+        exchange: str = "auto",
+        schedule: Scheduler = by_rows,
+    ) -> None:
+        """Check what does not depend on sizes; the arguments are those of :func:`explain`. Raises as
+        that does."""
+        self.op = name = canonical(op)
+        self.claims = claims = capabilities.with_cores(world.cores)
+        self.world, self.around, self.schedule = world, around, schedule
+        self._accelerator, self._nic, self._verbs = accelerator, nic, verbs
+        self._path, self._exchange = path, exchange
+        if name not in claims.ops:
+            raise Unsupported(
+                f"accelerator {accelerator!r} does not provide {name!r}; "
+                f"it provides: {', '.join(claims.ops) or 'nothing'}"
+            )
+        arguments.check_world(world.nodes, world.ranks_per_node)
+        self.ranks = world.nodes * world.ranks_per_node
+        scales, taken = around.scales, claims.dtypes
+        if name in GEMMS:  # what there is of it, its scales decide
+            taken = (*taken, E4M3)
+        self.dtype = arguments.check_dtype("dtype", dtype, taken, accelerator)
+        check_scales(self.dtype, out_dtype, b_layout, scales, claims, accelerator)
+        default = "float32" if claims.mixed_dtypes and name in GEMMS else self.dtype
+        if scales is not None:
+            default = next(one for one in RESULTS if one in claims.out_dtypes)
+        self.out_dtype = arguments.check_dtype(
+            "out_dtype", out_dtype or default, claims.out_dtypes, accelerator
+        )
+        if not claims.mixed_dtypes and self.out_dtype != self.dtype and scales is None:
+            raise DtypeError(
+                "out_dtype",
+                repr(self.out_dtype),
+                f"{self.dtype!r}, the inputs'",
+                why=f"accelerator {accelerator!r} keeps it",
+            )
+        self.layout = arguments.check_layout(b_layout, name, claims, accelerator)
+        self._parts: dict[PathName, CommonPart] = {}
+        self._launches: dict[PathName, LaunchPlan] = {}
+
+    def explain(
+        self,
+        sizes: Mapping[str, Any],
+        chunk: int | None = None,
+        compute_blocks: int | None = None,
+        comm_blocks: int | None = None,
+    ) -> Planned:
+        """Plan a call, as :func:`explain` does."""
+        sizes, returns = arguments.way_home(self.op, sizes)
+        shape = self._shape(sizes)
+        if chunk is not None:
+            check_integer(ArgumentError, "chunk", chunk, MAX_DIMENSION)
+        for argument, blocks, cores in (
+            ("compute_blocks", compute_blocks, self.claims.compute_cores),
+            ("comm_blocks", comm_blocks, self.claims.comm_cores),
+        ):
+            if blocks is not None:
+                check_integer(ArgumentError, argument, blocks, cores)
+        return _planned(self, _Asked(shape, chunk, compute_blocks, comm_blocks, returns))
+
+    def common_part(self, sizes: Mapping[str, Any], path: PathName) -> CommonPart:
+        """Return what all plans of such sizes and of a path share."""
+        return self._common(self._shape(sizes), path)
+
+    def _shape(self, sizes: Mapping[str, Any]) -> Shape:
+        """Check sizes, and what is said of a call only after them."""
+        around = self.around
+        shape = shape_of(self.op, sizes, self.ranks, self.dtype, self.out_dtype, self.claims)
+        columns = None
+        if isinstance(shape, GemmShape):
+            columns = shape.n
+            check_blocks(around.scales, shape.k)
+        check_around(self.op, around, columns)
+        assert self.library is not None
+        return shape
+
+    @cached_property
+    def library(self) -> bool:
+        """Return whether there is a library path. Raises what is wrong with the path and with NICs."""
+        world, claims, name = self.world, self.claims, self.op
+        found = arguments.has_library_path(self._path, name, world.nodes, self._accelerator, claims)
+        if self.around.scales is not None and name in claims.library_ops and not found:
+            raise Unsupported(
+                f"accelerator {self._accelerator!r} multiplies e4m3 operands on its library path, "
+                f"which {name!r} has in worlds of one node; this one has {world.nodes}"
+            )
+        if self._by_nics:
+            for argument, given, what in (
+                ("nic", self._nic, "NIC backend"),
+                ("verbs", self._verbs, "provider"),
+            ):
+                if not given:
+                    raise ArgumentError(
+                        argument, given, f"the name of a {what}",
+                        why=f"the world has {world.nodes} nodes",
+                    )  # fmt: skip
+        return found
+
+    @property
+    def path(self) -> PathChoice:
+        """Return the path that the caller wants."""
+        return cast(PathChoice, self._path)
+
+    @property
+    def _by_nics(self) -> bool:
+        return self.world.nodes > 1 and not self.claims.process_group
+
+    @cached_property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """Return the exchanges to choose from, the default first."""
+        found = arguments.exchanges(
+            self._exchange, self.op, self.world.nodes, self.world.ranks_per_node
+        )
+        several = len(found) > 1 and not self.lacks
+        return found[:1] if several and self.op not in self.claims.hierarchical_ops else found
+
+    @property
+    def links(self) -> SharedLinks:
+        """Return the links of the op's routes."""
+        return self._links[0]
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """Return what is missing before anything goes over the links."""
+        return self._links[1]
+
+    @cached_property
+    def _links(self) -> tuple[SharedLinks, tuple[str, ...]]:
+        return _links(self.op, self.world, self._accelerator, self.claims)
+
+    @cached_property
+    def constants(self) -> MachineConstants | None:
+        """Return the machine's constants, on links that may be slower than those they are of."""
+        found = self.world.constants
+        return None if found is None else found.limited_to(self.links.egress_gbs)
+
+    def planned(self, asked: _Asked) -> Planned:
+        """Plan checked inputs: the part that all backends share, then the backend's."""
+        constants, shape = self.constants, asked.shape
+        exchanges = self.exchanges
+        path, measured = self._predicted(asked)
+
+        def scheduled(path: PathName) -> tuple[CommonPart, Scheduled]:
+            common = self._common(shape, path)
+            request = ScheduleRequest(
+                plan=common,
+                links=self.links,
+                capabilities=self.claims,
+                constants=constants,
+                path=self.path,
+                chunk=asked.chunk,
+                compute_blocks=asked.compute_blocks,
+                comm_blocks=asked.comm_blocks,
+                exchanges=exchanges,
+                returns=asked.returns,
+                measured=measured.get(path),
+            )
+            return common, self.schedule(request)
+
+        other = self._other(path, shape, measured)
+        try:
+            common, found = scheduled(path)
+        except TooLarge:
+            if path == "library" or not self.library:
+                raise
+            path, other, measured = "library", None, _alone(measured)
+            common, found = scheduled(path)
+        if other is not None:
+            with suppress(TooLarge):
+                rival = scheduled(other)
+                if _sooner(rival[1].prediction, found.prediction):
+                    path, (common, found) = other, rival
+        times = _with_known_rate(found.prediction, common, constants)
+        exchange, lacks = found.pipeline.exchange, self.lacks
+        lacks += missing.of_exchange(exchange, self.op, self._accelerator, self.claims)
+        lacks += missing.of_returns(asked.returns, self._accelerator, self.claims, common.nodes)
+        made: LaunchPlan | WhatIf
+        if lacks:
+            made = WhatIf(**{**vars(common), "prediction": times}, exchange=exchange, missing=lacks)
+        else:
+            made = self._launched(common, times, found.schedule)
+        considered = _path_alternatives(path, found.prediction) + found.alternatives
+        return Planned(made, considered, found.pipeline)
+
+    def _common(self, shape: Shape, path: PathName) -> CommonPart:
+        made = self._parts.get(path)
+        if made is not None:  # what was checked when it was made, the sizes do not change
+            return made.model_copy(update={"shape": shape})
+        claims, around, world, links = self.claims, self.around, self.world, self.links
+        nics = (self._nic, self._verbs) if self._by_nics else (None, None)
+        bias: BiasStep = "launch" if claims.adds_bias else "after"
+        made = self._parts[path] = CommonPart(
+            op=self.op,
+            shape=shape,
+            dtype=self.dtype,
+            out_dtype=self.out_dtype,
+            b_layout=self.layout,
+            nic=nics[0],
+            verbs=nics[1],
+            copies=around.copies,
+            bias=bias if around.bias else None,
+            norm=_norm_step(around, claims),
+            scales=around.scales,
+            products=around.products,
+            path=path,
+            nodes=world.nodes,
+            ranks_per_node=world.ranks_per_node,
+            accelerator=self._accelerator,
+            carrier=claims.carrier if links.table.by_group else None,
+            placement=world.placement,
+            routes=links.table,
+            nics=world.nic_plan.schedule if nics[0] else None,
+        )
+        return made
+
+    def _launched(
+        self, common: CommonPart, times: Prediction | None, schedule: Schedule
+    ) -> LaunchPlan:
+        own: dict[str, Any] = {"prediction": times, "schedule": schedule}
+        made = self._launches.get(common.path)
+        if made is not None:
+            return made.model_copy(update={"shape": common.shape, **own})
+        made = self._launches[common.path] = LaunchPlan(**{**vars(common), **own})
+        return made
+
+    def _predicted(self, asked: _Asked) -> tuple[PathName, Mapping[PathName, Prediction]]:
+        """Choose the path, and return it with the times of both if they are known. In a tie the fused
+        one is taken."""
+        op, shape, dtype, constants = self.op, asked.shape, self.dtype, self.constants
+        wanted: PathName = "library" if self.path == "library" else "fused"
+        if not self.library or not isinstance(shape, GemmShape):
+            return wanted, {}
+        if dtype == E4M3:  # the backend has times of its own
+            fused = self.path == "fused" and self._fuses_scaled(shape)
+            return ("fused" if fused else "library"), {}
+        if not paths.fusable(op, shape, dtype, self.ranks, constants):
+            wanted = "library"
+        if constants is None:
+            return wanted, {}
+        cores = self.claims.compute_cores
+        both = paths.predict(
+            op, shape, dtype, self.ranks, asked.compute_blocks or cores, cores, constants
+        )
+        if both is None:
+            return wanted, {}
+        fused_times, library = both
+        if self.path == "auto" and library.pipelined_us < fused_times.pipelined_us:
+            wanted = "library"
+        return wanted, {"fused": fused_times, "library": library}
+
+    def _other(
+        self, path: PathName, shape: Shape, measured: Mapping[PathName, Prediction]
+    ) -> PathName | None:
+        """Return the other path if it may still be faster once the backend has scheduled it:
+        ``fused`` for e4m3 operands; else the library's, which a backend may run in ways that are not
+        predicted here."""
+        if self.path != "auto":
+            return None
+        if self._fuses_scaled(shape):
+            return "fused"
+        return "library" if path == "fused" and "library" in measured else None
+
+    def _fuses_scaled(self, shape: Shape) -> bool:
+        """Return whether e4m3 operands may take the fused path beside a library's."""
+        scales, claims = self.around.scales, self.claims
+        if scales is None or not self.library or not isinstance(shape, GemmShape):
+            return False
+        fast = scales.use_fast_accum
+        modes = claims.fused_scale_modes if fast else claims.fused_float32_scale_modes
+        return paths.fuses_scaled(
+            self.op, shape, self.out_dtype, self.ranks, scales, modes, self.constants
+        )
+
+
+_plans = lru_cache(maxsize=64)(Plans)
+
+
 class _Asked(NamedTuple):
-    """A call whose arguments were checked. ``nic`` and ``verbs`` are the NIC backend and verbs
-    provider between nodes, if they carry anything."""
+    """The sizes of a call, and what the caller wishes of its plan, all of it checked."""
 
-    op: OpName
     shape: Shape
-    dtype: DtypeName
-    out_dtype: DtypeName
-    b_layout: Layout
-    nic: str | None
-    verbs: str | None
-    around: Around
-
-
-def _checked(
-    op: str,
-    sizes: Mapping[str, Any],
-    dtype: str,
-    out_dtype: str | None,
-    b_layout: str,
-    world: WorldMap,
-    accelerator: str,
-    capabilities: AcceleratorCapabilities,
-    nic: str | None,
-    verbs: str | None,
-    path: str,
-    around: Around,
-) -> tuple[_Asked, bool]:
-    """Check the arguments of a call, and return them with whether there is a library path."""
-    name = canonical(op)
-    if name not in capabilities.ops:
-        raise Unsupported(
-            f"accelerator {accelerator!r} does not provide {name!r}; "
-            f"it provides: {', '.join(capabilities.ops) or 'nothing'}"
-        )
-    nodes, ranks_per_node = world.nodes, world.ranks_per_node
-    arguments.check_world(nodes, ranks_per_node)
-    scales, taken = around.scales, capabilities.dtypes
-    if name in GEMMS:  # what there is of it, its scales decide
-        taken = (*taken, E4M3)
-    in_dtype = arguments.check_dtype("dtype", dtype, taken, accelerator)
-    check_scales(in_dtype, out_dtype, b_layout, scales, capabilities, accelerator)
-    default = "float32" if capabilities.mixed_dtypes and name in GEMMS else in_dtype
-    if scales is not None:
-        default = next(one for one in RESULTS if one in capabilities.out_dtypes)
-    result_dtype = arguments.check_dtype(
-        "out_dtype", out_dtype or default, capabilities.out_dtypes, accelerator
-    )
-    if not capabilities.mixed_dtypes and result_dtype != in_dtype and scales is None:
-        raise DtypeError(
-            "out_dtype",
-            repr(result_dtype),
-            f"{in_dtype!r}, the inputs'",
-            why=f"accelerator {accelerator!r} keeps it",
-        )
-    layout = arguments.check_layout(b_layout, name, capabilities, accelerator)
-    shape = shape_of(name, sizes, nodes * ranks_per_node, in_dtype, result_dtype, capabilities)
-    columns = None
-    if isinstance(shape, GemmShape):
-        columns = shape.n
-        check_blocks(scales, shape.k)
-    check_around(name, around, columns)
-    library = arguments.has_library_path(path, name, nodes, accelerator, capabilities)
-    if scales is not None and name in capabilities.library_ops and not library:
-        raise Unsupported(
-            f"accelerator {accelerator!r} multiplies e4m3 operands on its library path, which "
-            f"{name!r} has in worlds of one node; this one has {nodes}"
-        )
-    by_nics = nodes > 1 and not capabilities.process_group
-    if by_nics:
-        for argument, given, what in (("nic", nic, "NIC backend"), ("verbs", verbs, "provider")):
-            if not given:
-                raise ArgumentError(
-                    argument, given, f"the name of a {what}", why=f"the world has {nodes} nodes"
-                )
-    nics = (nic, verbs) if by_nics else (None, None)
-    return _Asked(name, shape, in_dtype, result_dtype, layout, *nics, around), library
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """The backend's claims; the chunk, cores and path that the caller wants; whether there is a
-    library path; and the exchanges to choose from."""
-
-    claims: AcceleratorCapabilities
     chunk: int | None
     compute_blocks: int | None
     comm_blocks: int | None
-    path: PathChoice
-    library: bool
-    exchanges: tuple[Exchange, ...]
     returns: Returns | None
 
 
 @lru_cache(maxsize=256)
-def _planned(
-    asked: _Asked,
-    where: WorldMap,
-    accelerator: str,
-    choice: _Choice,
-    schedule: Scheduler,
-) -> Planned:
-    """Plan checked inputs: the part that all backends share, then the backend's."""
-    claims = choice.claims
-    links, lacks = _links(asked.op, where, accelerator, claims)
-    constants = where.constants
-    if constants is not None:
-        constants = constants.limited_to(links.egress_gbs)
-    exchanges = choice.exchanges
-    if len(exchanges) > 1 and not lacks and asked.op not in claims.hierarchical_ops:
-        exchanges = exchanges[:1]
-    world = len(where.placement)
-    path, measured = _predicted(choice, asked, world, constants)
-
-    def scheduled(path: PathName) -> tuple[CommonPart, Scheduled]:
-        common = _common(asked, where, accelerator, claims, path, links)
-        request = ScheduleRequest(
-            plan=common,
-            links=links,
-            capabilities=claims,
-            constants=constants,
-            path=choice.path,
-            chunk=choice.chunk,
-            compute_blocks=choice.compute_blocks,
-            comm_blocks=choice.comm_blocks,
-            exchanges=exchanges,
-            returns=choice.returns,
-            measured=measured.get(path),
-        )
-        return common, schedule(request)
-
-    other = _other(path, choice, asked, measured, world, constants)
-    try:
-        common, found = scheduled(path)
-    except TooLarge:
-        if path == "library" or not choice.library:
-            raise
-        path, other, measured = "library", None, _alone(measured)
-        common, found = scheduled(path)
-    if other is not None:
-        with suppress(TooLarge):
-            rival = scheduled(other)
-            if _sooner(rival[1].prediction, found.prediction):
-                path, (common, found) = other, rival
-    shared = {**vars(common), "prediction": _with_known_rate(found.prediction, common, constants)}
-    exchange = found.pipeline.exchange
-    lacks += missing.of_exchange(exchange, asked.op, accelerator, claims)
-    lacks += missing.of_returns(choice.returns, accelerator, claims, common.nodes)
-    made: LaunchPlan | WhatIf = (
-        WhatIf(**shared, exchange=exchange, missing=lacks)
-        if lacks
-        else LaunchPlan(**shared, schedule=found.schedule)
-    )
-    considered = _path_alternatives(path, found.prediction) + found.alternatives
-    return Planned(made, considered, found.pipeline)
+def _planned(plans: Plans, asked: _Asked) -> Planned:
+    return plans.planned(asked)
 
 
 def _alone(measured: Mapping[PathName, Prediction]) -> dict[PathName, Prediction]:
@@ -378,24 +501,6 @@ def _with_known_rate(
     return times.model_copy(update={"constants": named})
 
 
-def _other(
-    path: PathName,
-    choice: _Choice,
-    asked: _Asked,
-    measured: Mapping[PathName, Prediction],
-    world: int,
-    constants: MachineConstants | None,
-) -> PathName | None:
-    """Return the other path if it may still be faster once the backend has scheduled it: ``fused``
-    for e4m3 operands; else the library's, which a backend may run in ways that are not predicted
-    here."""
-    if choice.path != "auto":
-        return None
-    if _fuses_scaled(choice, asked, world, constants):
-        return "fused"
-    return "library" if path == "fused" and "library" in measured else None
-
-
 def _sooner(one: Prediction | None, other: Prediction | None) -> bool:
     """Return whether both times are known and the first is shorter."""
     return one is not None and other is not None and one.pipelined_us < other.pipelined_us
@@ -415,35 +520,6 @@ def _links(
     return links, lacks + missing.of_routes(links.table, where.placement, accelerator, claims)
 
 
-def _common(
-    asked: _Asked,
-    where: WorldMap,
-    accelerator: str,
-    claims: AcceleratorCapabilities,
-    path: PathName,
-    links: SharedLinks,
-) -> CommonPart:
-    fields = asked._asdict()
-    around: Around = fields.pop("around")
-    bias: BiasStep = "launch" if claims.adds_bias else "after"
-    return CommonPart(
-        **fields,
-        copies=around.copies,
-        bias=bias if around.bias else None,
-        norm=_norm_step(around, claims),
-        scales=around.scales,
-        products=around.products,
-        path=path,
-        nodes=where.nodes,
-        ranks_per_node=where.ranks_per_node,
-        accelerator=accelerator,
-        carrier=claims.carrier if links.table.by_group else None,
-        placement=where.placement,
-        routes=links.table,
-        nics=where.nic_plan.schedule if asked.nic else None,
-    )
-
-
 def _norm_step(around: Around, claims: AcceleratorCapabilities) -> NormStep | None:
     """Decide who normalises: the launch if nothing is added behind it, else the op."""
     if around.norm is None:
@@ -461,44 +537,3 @@ def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Altern
         Alternative(decision="path", option=name, predicted_us=time, chosen=name == path)
         for name, time in both.items()
     )
-
-
-def _fuses_scaled(
-    choice: _Choice, asked: _Asked, world: int, constants: MachineConstants | None
-) -> bool:
-    """Return whether e4m3 operands may take the fused path beside a library's."""
-    scales, shape = asked.around.scales, asked.shape
-    if scales is None or not choice.library or not isinstance(shape, GemmShape):
-        return False
-    claims = choice.claims
-    modes = claims.fused_scale_modes if scales.use_fast_accum else claims.fused_float32_scale_modes
-    return paths.fuses_scaled(asked.op, shape, asked.out_dtype, world, scales, modes, constants)
-
-
-def _predicted(
-    choice: _Choice,
-    asked: _Asked,
-    world: int,
-    constants: MachineConstants | None,
-) -> tuple[PathName, Mapping[PathName, Prediction]]:
-    """Choose the path, and return it with the times of both if they are known. In a tie the fused
-    one is taken."""
-    op, shape, dtype = asked.op, asked.shape, asked.dtype
-    wanted: PathName = "library" if choice.path == "library" else "fused"
-    if not choice.library or not isinstance(shape, GemmShape):
-        return wanted, {}
-    if dtype == E4M3:  # the backend has times of its own
-        fused = choice.path == "fused" and _fuses_scaled(choice, asked, world, constants)
-        return ("fused" if fused else "library"), {}
-    if not paths.fusable(op, shape, dtype, world, constants):
-        wanted = "library"
-    if constants is None:
-        return wanted, {}
-    cores = choice.claims.compute_cores
-    both = paths.predict(op, shape, dtype, world, choice.compute_blocks or cores, cores, constants)
-    if both is None:
-        return wanted, {}
-    fused_times, library = both
-    if choice.path == "auto" and library.pipelined_us < fused_times.pipelined_us:
-        wanted = "library"
-    return wanted, {"fused": fused_times, "library": library}

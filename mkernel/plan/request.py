@@ -6,24 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pydantic import Field
-
 from mkernel.errors import Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import CommonPart, PathChoice, Prediction, Schedule
 from mkernel.plan.pipeline import Exchange, Pipeline, Returns
 from mkernel.topology.cost import MachineConstants
-from mkernel.topology.model import Model
 from mkernel.topology.routes import SharedLinks
 
 
-class Alternative(Model):
+@dataclass(frozen=True)
+class Alternative:
     """An option that a plan could have taken. ``predicted_us`` is the call's time with it, if
     everything else stays as decided; None if the model has no time for it."""
 
     decision: str
     option: str
-    predicted_us: float | None = Field(None, ge=0)
+    predicted_us: float | None
     chosen: bool
     why: str = ""
 

@@ -288,6 +288,8 @@ def _fewer_rows(plan: CommonPart, ways: tuple[Returns, ...]) -> Returns:
     much."""
     if len(ways) == 1:
         return ways[0]
+    if plan.op != "moe_gemm_combine":  # of other ops either way is as much
+        return "slots"
     by_slot, by_rank = (
         sum(predict.payloads(plan.op, plan.shape, plan.dtype, plan.world_size, returns))
         for returns in get_args(Returns)

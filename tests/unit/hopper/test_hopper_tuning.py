@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_plans import gpu_plan
 
-from mkernel.backends.accelerators.hopper.capabilities import MOST_RANKS
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.capabilities import MOST_RANKS, OPS
 from mkernel.backends.accelerators.hopper.collectives import mail
 from mkernel.backends.accelerators.hopper.gemm import tuning
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, TilingName
-from mkernel.plan import few_rows
-from mkernel.plan.model import GemmShape
+from mkernel.errors import MkernelError
+from mkernel.plan import few_rows, planner
+from mkernel.plan.model import GemmShape, LaunchPlan
 
 PROCESSORS = 132
 RESULTS = Path(__file__).parents[3] / "bench/results"
@@ -261,3 +265,30 @@ def test_between_nodes_a_cluster_tends_the_network(n: int, blocks: int) -> None:
     for op in ("gemm_reduce_scatter", "gemm_all_reduce"):
         assert tuning.reduce(op, 8192, n, 8192, 2, PROCESSORS, 2).network_blocks == blocks
         assert tuning.reduce(op, 8192, n, 8192, 2, PROCESSORS).network_blocks == 0
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_plan_after_others_is_what_it_would_be_as_the_first(op: str) -> None:
+    """What plans of one op share is made once (``planner.Plans``). Refusals come between."""
+    backend, draw = HopperAccelerator(), random.Random(56)
+    claims = backend.capabilities().model_copy(update={"ops": OPS, "library_ops": OPS})
+
+    def planned(m: int, k: int) -> LaunchPlan | str:
+        sizes, options = {"m": m, "n": 4096, "k": k}, {"capabilities": claims, "dtype": "bfloat16"}
+        try:
+            return gpu_plan(backend, op, 2, sizes, **options)
+        except MkernelError as error:
+            return str(error)
+
+    drawn = [(round(2 ** draw.uniform(1, 15)), draw.choice((255, 256, 4096))) for _ in range(60)]
+    found = [planned(*each) for each in drawn]
+    assert {type(each) for each in found} == {str, LaunchPlan}
+    assert len({each.path for each in found if isinstance(each, LaunchPlan)}) == 2
+    for each, made in zip(drawn, found, strict=True):
+        planner._plans.cache_clear()
+        planner._planned.cache_clear()
+        first = planned(*each)
+        assert first == made
+        if isinstance(made, LaunchPlan) and isinstance(first, LaunchPlan):
+            assert made.digest() == first.digest()
+            assert LaunchPlan.model_validate(made.model_dump()) == made

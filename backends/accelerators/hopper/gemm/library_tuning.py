@@ -37,17 +37,16 @@ def schedule(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     else:
         options = parts_tuning.ways(plan)
 
-    def predicted(parts: int) -> Prediction | None:
-        if parts == WHOLE or constants is None or constants.library is None:
-            return whole
-        return _predicted(times(plan, parts, cores, constants), whole, constants)
-
-    each = {parts: predicted(parts) for parts in options}
+    path = None if constants is None else constants.library
+    each: dict[int, Times] = {}
+    if constants is not None and path is not None:
+        each = {parts: times(plan, parts, cores, constants) for parts in options if parts != WHOLE}
 
     def cost(parts: int) -> float:
-        times = each[parts]
-        assert times is not None  # where there are several ways
-        return times.pipelined_us
+        if path is not None and parts in each:
+            return each[parts].pipelined + path.start_us
+        assert whole is not None  # where there are several ways
+        return whole.pipelined_us
 
     def pays(parts: int) -> bool:
         return parts <= 1 or cost(parts) * _MACHINE.parts.least_gain <= cost(1)
@@ -62,7 +61,7 @@ def schedule(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     )
     return found._replace(
         schedule=made,
-        prediction=each[parts],
+        prediction=_predicted(each[parts], whole, constants) if parts in each else whole,
         alternatives=found.alternatives + considered,
     )
 
@@ -81,8 +80,9 @@ def times(plan: CommonPart, parts: int, cores: int, constants: MachineConstants)
 
 
 def _predicted(
-    times: Times, whole: Prediction | None, constants: MachineConstants
-) -> Prediction | None:
+    times: Times, whole: Prediction | None, constants: MachineConstants | None
+) -> Prediction:
+    assert constants is not None
     assert constants.library is not None
     start = constants.library.start_us
     both: dict[str, float] = {}
