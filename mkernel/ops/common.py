@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from mkernel.backends.contracts.instrumented import View
 from mkernel.plan.arguments import NOTHING, Around, path_of
 from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice, Scales
-from mkernel.plan.planner import plan
+from mkernel.plan.planner import Plans
 from mkernel.plan.shapes import takes
 from mkernel.world.calls import CallRecord
 from mkernel.world.engine import Engine
@@ -65,26 +65,21 @@ def plan_for(
     ``path``: instead of the setting's. The world remembers the plan: checking a call's sizes again
     would cost more than a small message.
     """
-    key = (op, *sizes.items(), dtype, out_dtype, b_layout, around, repr(chunk), path)
+    kind = (op, dtype, out_dtype, b_layout, around, path)
+    key = (*kind, *sizes.items(), repr(chunk))
     found = world.planned[key]
     if found is None:
         engine = engine_for(world, op, sizes, dtype, around.scales)
-        found = world.planned[key] = plan(
-            op,
-            sizes,
-            dtype=dtype,
-            out_dtype=out_dtype,
-            b_layout=b_layout,
-            around=around,
-            world=engine.map,
-            accelerator=engine.backends.accelerator,
-            capabilities=engine.claims,
-            nic=engine.backends.nic,
-            verbs=engine.backends.verbs,
-            chunk=chunk,
-            path=path or path_of(op, world.settings.path),
-            exchange=world.settings.exchange,
-            schedule=engine.accelerator.schedule,
-        )
+        claims = engine.claims
+        own = (*kind, engine, claims)
+        plans = world.plans[own]
+        if plans is None:
+            plans = world.plans[own] = Plans(
+                op, dtype, out_dtype, b_layout, around, engine.map, engine.backends.accelerator,
+                claims, engine.backends.nic, engine.backends.verbs,
+                path=path or path_of(op, world.settings.path), exchange=world.settings.exchange,
+                schedule=engine.accelerator.schedule,
+            )  # fmt: skip
+        found = world.planned[key] = plans.plan(sizes, chunk)
         world.plan_made(found)
     return found

@@ -129,13 +129,16 @@ def explain(
 _Given = ParamSpec("_Given")
 
 
+def _launched(made: LaunchPlan | WhatIf) -> LaunchPlan:
+    if isinstance(made, WhatIf):
+        raise Unsupported("; ".join(made.missing))
+    return made
+
+
 def _plan_of(considered: Callable[_Given, Planned]) -> Callable[_Given, LaunchPlan]:
     @wraps(considered)
     def plan(*args: _Given.args, **options: _Given.kwargs) -> LaunchPlan:
-        made = considered(*args, **options).plan
-        if isinstance(made, WhatIf):
-            raise Unsupported("; ".join(made.missing))
-        return made
+        return _launched(considered(*args, **options).plan)
 
     return plan
 
@@ -227,6 +230,10 @@ class Plans:
         self._parts: dict[PathName, CommonPart] = {}
         self._launches: dict[PathName, LaunchPlan] = {}
 
+    def plan(self, sizes: Mapping[str, Any], chunk: int | None = None) -> LaunchPlan:
+        """Plan a call, as :func:`plan` does, which remembers it."""
+        return _launched(self.planned(self._asked(sizes, chunk)).plan)
+
     def explain(
         self,
         sizes: Mapping[str, Any],
@@ -235,6 +242,15 @@ class Plans:
         comm_blocks: int | None = None,
     ) -> Planned:
         """Plan a call, as :func:`explain` does."""
+        return _planned(self, self._asked(sizes, chunk, compute_blocks, comm_blocks))
+
+    def _asked(
+        self,
+        sizes: Mapping[str, Any],
+        chunk: int | None,
+        compute_blocks: int | None = None,
+        comm_blocks: int | None = None,
+    ) -> _Asked:
         sizes, returns = arguments.way_home(self.op, sizes)
         shape = self._shape(sizes)
         if chunk is not None:
@@ -245,7 +261,7 @@ class Plans:
         ):
             if blocks is not None:
                 check_integer(ArgumentError, argument, blocks, cores)
-        return _planned(self, _Asked(shape, chunk, compute_blocks, comm_blocks, returns))
+        return _Asked(shape, chunk, compute_blocks, comm_blocks, returns)
 
     def common_part(self, sizes: Mapping[str, Any], path: PathName) -> CommonPart:
         """Return what all plans of such sizes and of a path share."""

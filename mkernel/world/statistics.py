@@ -46,11 +46,10 @@ class Statistics:
 class CallKind:
     """Calls with one agreement key: how often they were made, and what each sends."""
 
-    __slots__ = ("counter", "op", "sent")
+    __slots__ = ("_plan", "counter")
 
-    def __init__(self, op: str, sent: Mapping[Way, int]) -> None:
-        self.op = op
-        self.sent = sent
+    def __init__(self, plan: LaunchPlan) -> None:
+        self._plan = plan
         self.counter = bytearray(8)
         """Their number as 8 bytes in the host's order; native code counts here too."""
 
@@ -62,6 +61,13 @@ class CallKind:
     def count(self) -> None:
         """Count one more call of this kind."""
         self.counter[:] = (self.calls + 1).to_bytes(8, sys.byteorder)
+
+    def add_to(self, calls: Counter[str], sent_bytes: Counter[Way], rank: int) -> None:
+        """Add these calls of a rank to counters; what each of them sends nobody asked before."""
+        number = self.calls
+        calls[self._plan.op] += number
+        for way, nbytes in sent(self._plan, rank).items():
+            sent_bytes[way] += number * nbytes
 
 
 class CallCounters:
@@ -89,7 +95,7 @@ class CallCounters:
             if len(self._kinds) >= _MOST:
                 self._sum_up()
             self.new_shapes += 1
-            found = self._kinds[key] = CallKind(plan.op, sent(plan, self._rank))
+            found = self._kinds[key] = CallKind(plan)
         return found
 
     def add_to(self, calls: Counter[str], sent_bytes: Counter[Way]) -> None:
@@ -97,20 +103,13 @@ class CallCounters:
         calls.update(self._calls)
         sent_bytes.update(self._sent)
         for kind in list(self._kinds.values()):
-            _add(kind, calls, sent_bytes)
+            kind.add_to(calls, sent_bytes, self._rank)
 
     def _sum_up(self) -> None:
         self._forget()
         for kind in self._kinds.values():
-            _add(kind, self._calls, self._sent)
+            kind.add_to(self._calls, self._sent, self._rank)
         self._kinds.clear()
-
-
-def _add(kind: CallKind, calls: Counter[str], sent_bytes: Counter[Way]) -> None:
-    number = kind.calls
-    calls[kind.op] += number
-    for way, nbytes in kind.sent.items():
-        sent_bytes[way] += number * nbytes
 
 
 def sent(plan: LaunchPlan, rank: int) -> dict[Way, int]:

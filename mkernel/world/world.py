@@ -17,6 +17,7 @@ from mkernel.backends.contracts.nic import NicSession
 from mkernel.backends.runtime._calls import CallPath
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
+from mkernel.plan.planner import Plans
 from mkernel.plan.two_generation_cache import TwoGenerationCache
 from mkernel.settings import Settings
 from mkernel.topology.model import Topology
@@ -51,7 +52,8 @@ class World:
         rank, size: this rank, 0 to ``size`` - 1, and the number of ranks.
         ended: whether it has been closed.
         on_end: called once, when it begins to close.
-        planned: plans of this world's calls by what was asked for; belongs to ``mkernel.ops``.
+        planned: plans of this world's calls by what was asked for; ``plans``: what makes them, by all
+            but sizes. Both belong to ``mkernel.ops``.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class World:
         self.backends = backends
         self.settings = settings
         self.planned: TwoGenerationCache[Hashable, LaunchPlan] = TwoGenerationCache()
+        self.plans: TwoGenerationCache[Hashable, Plans] = TwoGenerationCache()
         self._key = key
         self._stores = [innermost(store) for store in stores]
         self._failure = FailureMonitor(self.rank, self.size, settings.timeout_s, stores, key)

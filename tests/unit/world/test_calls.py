@@ -242,7 +242,7 @@ def test_the_deadline_of_the_first_call_begins_anew_with_each_that_ends_meanwhil
 
 
 def test_native_code_finds_the_number_of_calls_in_eight_bytes() -> None:
-    kind = CallKind("an op", {})
+    kind = CallKind(SimpleNamespace(op="an op"))  # type: ignore[arg-type]
     for number in range(3):
         assert (kind.calls, len(kind.counter)) == (number, 8)
         kind.count()
