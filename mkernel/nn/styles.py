@@ -21,7 +21,8 @@ from torch.nn import Linear, Module
 
 from mkernel.errors import ArgumentError
 from mkernel.nn.embedding_style import shard_rows
-from mkernel.nn.linear import column_product, row_product
+from mkernel.nn.linear import row_product
+from mkernel.ops.shared_input import shared_product
 from mkernel.world.lifecycle import current
 
 
@@ -46,7 +47,8 @@ class _FusedLinear(Linear):
         if isinstance(input, DTensor):
             if (split := self._gathers(input)) is not None:
                 layouts = layouts._replace(inputs=input.placements, split=split)
-            input = input.redistribute(placements=layouts.inputs).to_local()
+            if input.placements != layouts.inputs:
+                input = input.redistribute(placements=layouts.inputs)
         y = self._product(input, _local(self.weight), _local(self.bias), layouts)
         if layouts.local:
             return y
@@ -63,7 +65,7 @@ class _FusedLinear(Linear):
 
 class _ColwiseLinear(_FusedLinear):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, layouts: _Layouts) -> Tensor:
-        return column_product(x, weight, bias, layouts.split, layouts.group)
+        return shared_product(x, weight, bias, layouts.split, layouts.group, self)
 
     def _gathers(self, input: DTensor) -> int | None:
         (given,) = input.placements
@@ -74,7 +76,7 @@ class _ColwiseLinear(_FusedLinear):
 
 class _RowwiseLinear(_FusedLinear):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, layouts: _Layouts) -> Tensor:
-        return row_product(x, weight, bias, layouts.split, layouts.group)
+        return row_product(_local(x), weight, bias, layouts.split, layouts.group)
 
 
 class ColwiseParallel(TorchColwiseParallel):

@@ -249,6 +249,13 @@ def register(
         checkpointing.save_outputs(op, _LIBRARY)
 
 
+def register_composite(schema: str, function: Callable[..., Any]) -> None:
+    """Define an op that is a function of tensors which calls other ops: torch's compilers call the
+    function, where they would else read its code."""
+    _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(schema.partition("(")[0], function, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+
+
 def _asked(fake: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``fake``, since who asks may be Inductor, or trace a checkpointed region."""
 

@@ -60,5 +60,14 @@ def allocation(
     return partial(torch.empty, dtype=dtype, device=like.device), (shape,)
 
 
+def stream_of(device: torch.device) -> tuple[int, bool] | None:
+    """Return the current stream of a device, and whether it is captured. None: it has no streams."""
+    stream = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)
+    if stream is None:
+        return None
+    capturing = getattr(torch._C, f"_{device.type}_isCurrentStreamCapturing", None)
+    return stream(device.index), capturing is not None and capturing()
+
+
 def _current_device(device: str) -> Any:
     return getattr(torch._C, f"_{device}_getDevice", None)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from groups_in_ranks import TIMEOUT_S, ranks
+from once import once
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import mkernel
 from mkernel.errors import ArgumentError, NotInitialized
-from mkernel.nn import ColwiseParallel, RowwiseParallel
+from mkernel.nn import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -111,12 +114,212 @@ def test_a_pair_is_the_unsharded_one(
 ) -> None:
     wanted = {"gemm_all_reduce": 2}
     if split is not None:
-        wanted = {
-            "all_gather_gemm": 3,
-            "gemm_reduce_scatter": 2,
-        }  # backward gathers the input again
+        wanted = {"all_gather_gemm": 2, "gemm_reduce_scatter": 2}
     for found in ranks(pair, tmp_path, split, bias, local, compiled, size=RANKS):
         assert found == wanted
+
+
+# ---- layers of one input -------------------------------------------------------------------------
+
+
+class Three(nn.Module):
+    """Layers of unlike widths, some with a bias. ``use`` computes what is trained of them and an input,
+    element by element, so that what ranks compute of their features are parts of it."""
+
+    def __init__(self, use: Callable[[Three, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(H, N), nn.Linear(H, 4, bias=False), nn.Linear(H, 6)
+        self.use, self.parallel = use, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+def all_three(m: Three, x: Tensor) -> Tensor:
+    return m.q(x).sin().sum() + m.k(x).cos().sum() + m.v(x).exp().sum()
+
+
+def of_a_result(m: Three, x: Tensor) -> Tensor:
+    return all_three(m, x.tanh())
+
+
+def written_to(m: Three, x: Tensor) -> Tensor:
+    """What a layer returns is its caller's."""
+    return m.q(x).mul_(2).sin().sum() + m.k(x).mul_(2).sum() + m.v(x).mul_(2).exp().sum()
+
+
+def some_used(m: Three, x: Tensor) -> Tensor:
+    """The first layer's result is not used, and another only without a gradient."""
+    m.q(x)
+    return m.k(x).detach().sum() + m.v(x).exp().sum()
+
+
+def modified(m: Three, x: Tensor) -> Tensor:
+    """The tensor is the same, but what q and the others read of it is not."""
+    x = x.sin()
+    first = m.q(x).sin().sum()
+    x = x.mul_(2) if m.parallel else x * 2
+    return first + m.k(x).cos().sum() + m.v(x).exp().sum()
+
+
+def unlike(m: Three, x: Tensor) -> Tensor:
+    """Another tensor of the same size."""
+    other = 2 * x
+    return m.q(x).sin().sum() + m.k(other).cos().sum() + m.v(other).exp().sum()
+
+
+def one_twice(m: Three, x: Tensor) -> Tensor:
+    return m.q(x).sin().sum() + m.q(x).cos().sum()
+
+
+def after_no_grad(m: Three, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        first = m.q(x).sum()
+    return first + m.k(x).cos().sum() + m.v(x).exp().sum()
+
+
+def again(m: Three, x: Tensor) -> Tensor:
+    found: Tensor = checkpoint(partial(all_three, m), x, use_reentrant=False)
+    return found
+
+
+def products_saved(m: Three, x: Tensor) -> Tensor:
+    """Two regions of one input, of which the products of torch are kept."""
+    saved = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    kept = partial(create_selective_checkpoint_contexts, saved)
+    options: dict[str, Any] = {"use_reentrant": False, "context_fn": kept}
+    first: Tensor = checkpoint(lambda x: m.k(x).cos().sum(), x, **options)
+    second: Tensor = checkpoint(lambda x: m.q(x).exp().sum() + m.v(x).exp().sum(), x, **options)
+    return first + second
+
+
+USES: dict[Callable[[Three, Tensor], Tensor], tuple[int, int]] = {
+    all_three: (1, 1),
+    of_a_result: (1, 1),
+    written_to: (1, 1),
+    some_used: (1, 1),
+    modified: (2, 2),
+    unlike: (2, 2),
+    one_twice: (2, 2),
+    after_no_grad: (1, 1),
+    again: (2, 1),
+    products_saved: (4, 2),
+}
+"""The gathers and the sums over ranks of forward and backward."""
+EAGER = (one_twice, again, products_saved)
+"""Those that gather more where nothing is compiled; compiled checkpointed regions are for tests of
+backward passes say."""
+CODE = (all_three, modified)
+"""Those of which Inductor makes code."""
+OUTSIDE: dict[str, Placement] = {"gathered": Shard(1), "replicated": Replicate()}
+Wrong = list[str]
+
+
+def of_one_input(mesh: DeviceMesh, outside: Placement) -> Callable[..., tuple[Wrong, Counter[str]]]:
+    """What compares a step of parallel layers with the unsharded ones in float64, and returns what is
+    wrong, and the calls."""
+
+    def step(
+        use: Callable[[Three, Tensor], Tensor],
+        backend: str = "",
+        prepared: bool = False,
+        of_input: bool = True,
+        backward: Callable[[Tensor, Three], None] = lambda loss, model: loss.backward(),  # type: ignore[no-untyped-call]
+    ) -> tuple[Wrong, Counter[str]]:
+        torch.manual_seed(0)
+        reference = Three(use)
+        reference.q.requires_grad_(
+            use is not modified
+        )  # else torch refuses to write to what it saved
+        style = ColwiseParallel(input_layouts=Replicate() if prepared else outside)
+        plan: dict[str, Any] = dict.fromkeys("qkv", style)
+        if prepared:
+            layouts = {"input_layouts": (outside,), "desired_input_layouts": (Replicate(),)}
+            plan[""] = PrepareModuleInput(**layouts)
+        model: Any = parallelize_module(copy.deepcopy(reference), mesh, plan)
+        model.parallel = True
+        reference.double()
+        x = torch.randn(B, S, H)
+        true = x.double().requires_grad_(of_input)
+        wanted = reference(true)
+        backward(wanted, reference)
+        part = x if outside.is_replicate() else x.chunk(RANKS, 1)[mesh.get_local_rank()]
+        part = part.clone().requires_grad_(of_input)
+        found = calls(mesh)
+        if backend:
+            torch._dynamo.reset()
+            model = torch.compile(model, backend=backend, fullgraph=True)
+        loss = model(part)
+        backward(loss, model)
+        counted = found()
+        wrong = []
+
+        def compare(name: str, one: Tensor | None, other: Tensor | None) -> None:
+            if (one is None) != (other is None):
+                wrong.append(f"{name} is {one}, not {other}")
+            if one is None or other is None:
+                return
+            if not torch.allclose(whole(one).double(), other, rtol=1e-5, atol=1e-5):
+                wrong.append(name)
+
+        def over(local: Tensor, placement: Placement) -> Tensor:
+            return DTensor.from_local(local, mesh, [placement], run_check=False)
+
+        compare("loss", over(loss.detach(), Partial()), wanted.detach())
+        compare("x", None if part.grad is None else over(part.grad, outside), true.grad)
+        for name, each in reference.named_parameters():
+            compare(name, model.get_parameter(name).grad, each.grad)
+        return wrong, counted
+
+    return step
+
+
+def passes(loss: Tensor, model: Three) -> None:
+    """A pass that never comes to the input, and two that do."""
+    torch.autograd.grad(loss, [model.q.weight], retain_graph=True)
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def every_use() -> dict[tuple[str, str, str], tuple[Wrong, Counter[str]]]:
+    mesh, found = mesh_of_all(), {}
+    for name, outside in OUTSIDE.items():
+        step = of_one_input(mesh, outside)
+        for use in USES:
+            found[name, use.__name__, ""] = step(use)
+            if use not in EAGER:
+                found[name, use.__name__, "aot_eager"] = step(use, "aot_eager")
+            if use in CODE:
+                found[name, use.__name__, "inductor"] = step(use, "inductor")
+        for backend in ("", "aot_eager"):
+            found[name, "prepared", backend] = step(all_three, backend, prepared=True)
+            found[name, "no input's", backend] = step(all_three, backend, of_input=False)
+        found[name, "passes", ""] = step(all_three, backward=passes)
+    return found
+
+
+@pytest.fixture(scope="module")
+def uses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("uses")
+    return once(request, lambda: ranks(every_use, folder, size=RANKS))
+
+
+def test_layers_of_one_input_are_the_unsharded_ones(uses: list[Any]) -> None:
+    for found in uses:
+        assert {key: wrong for key, (wrong, _) in found.items() if wrong} == {}
+
+
+def test_layers_of_one_input_gather_it_once_and_sum_its_gradients_once(uses: list[Any]) -> None:
+    counts = {use.__name__: count for use, count in USES.items()}
+    counts |= {"prepared": (1, 1), "no input's": (1, 0), "passes": (1, 2)}
+    for found in uses:
+        assert len(found) == 2 * (len(USES) + len(USES) - len(EAGER) + len(CODE) + 5)
+        for (outside, use, backend), (_, calls_found) in found.items():
+            gathers, sums = counts[use]
+            wanted = {"all_gather_gemm": gathers, "gemm_reduce_scatter": sums}
+            if outside == "replicated":
+                wanted = {"gemm_all_reduce": sums}
+            assert calls_found == Counter(wanted), (outside, use, backend)
 
 
 def strangers() -> tuple[bool, list[str]]:

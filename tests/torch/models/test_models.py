@@ -34,28 +34,29 @@ MOE = (
     "moe_gemm_combine_backward",
 )
 A_LAYER: dict[str, dict[str, int]] = {
-    # o and down forward; q, k, v, gate and up backward.
-    "llama": {"gemm_all_reduce": 2 + 5},
-    "tied_llama": {"gemm_all_reduce": 2 + 5},
-    "qwen3_moe": {"gemm_all_reduce": 1 + 3, **dict.fromkeys(MOE, 1)},
-    # Forward q, k, v, w1 and w3 gather, as do the weights' gradients of these, and backward wo and w2.
-    "torchtitan": {"all_gather_gemm": 5 + 5 + 2, "gemm_reduce_scatter": 2 + 5},
+    # o and down forward; backward the input of q, k and v, and that of gate and up.
+    "llama": {"gemm_all_reduce": 2 + 2},
+    "tied_llama": {"gemm_all_reduce": 2 + 2},
+    "qwen3_moe": {"gemm_all_reduce": 1 + 1, **dict.fromkeys(MOE, 1)},
+    # Forward the input of wq, wk and wv, and that of w1 and w3, is gathered; backward those gradients
+    # of wo and w2 are. What was gathered forward the gradients of the weights multiply.
+    "torchtitan": {"all_gather_gemm": 2 + 2, "gemm_reduce_scatter": 2 + 2},
 }
 ONCE: dict[str, dict[str, int]] = {
     "llama": {"all_reduce": 1},  # the embedding; one that is tied to the head is whole
     "tied_llama": {},
     "qwen3_moe": {"all_reduce": 1},
-    "torchtitan": {"all_gather_gemm": 2, "gemm_reduce_scatter": 1},  # the head
+    "torchtitan": {"all_gather_gemm": 1, "gemm_reduce_scatter": 1},  # the head
 }
 AGAIN: dict[str, dict[str, dict[str, int]]] = {
     "checkpointed": {
         "llama": {"gemm_all_reduce": 2},
         "qwen3_moe": {"gemm_all_reduce": 1, "moe_dispatch_gemm": 1, "moe_gemm_combine": 1},
-        "torchtitan": {"all_gather_gemm": 5, "gemm_reduce_scatter": 2},
+        "torchtitan": {"all_gather_gemm": 2, "gemm_reduce_scatter": 2},
     },
     "selectively": {  # sums over ranks are saved
         "qwen3_moe": {"moe_dispatch_gemm": 1, "moe_gemm_combine": 1},
-        "torchtitan": {"all_gather_gemm": 5},
+        "torchtitan": {"all_gather_gemm": 2},
     },
 }
 """What a layer calls again in the backward pass of a checkpointed step."""

@@ -1,0 +1,258 @@
+"""Products of column-parallel layers that are called with the same input, as q, k and v are.
+
+The layers know nothing of each other; they are called one after another, with one tensor. The first one
+gathers it, and the others multiply what it gathered:
+
+    y_i = AG(x) @ w_i^T    dx = RS([dy_0 | dy_1 ..] @ [w_0; w_1; ..])    dw_i = dy_i^T @ AG(x)
+
+Where all ranks have x, nothing is gathered, and dx is the AllReduce of that product.
+
+In backward each layer leaves its term (dy_i, w_i) with the node of the input, which torch runs after
+all layers that the loss depends on. An edge without elements leads there from each of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from mkernel.errors import ArgumentError, ShapeError
+from mkernel.ops import validate
+from mkernel.ops.around import as_rows
+from mkernel.ops.registration import group_name, ops, register_composite
+from mkernel.world.torch_state import dispatch_modes, stream_of
+
+_NO_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def shared_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, split: int | None, group: str, layer: object
+) -> Tensor:
+    """Compute x @ weight^T + bias of the gathered x, with this rank's ``weight`` and ``bias``.
+
+    Collective; whether it communicates depends on the calls before, which are the same on all ranks.
+
+    Args:
+        x: this rank's part, or a DTensor of which it is.
+        split: the dimension along which ranks have parts of x; None: each has all of it.
+        layer: whose product it is. When it multiplies the same x again, it gathers again: what is run
+            twice (a checkpointed region, a captured graph) communicates as it did before.
+
+    Raises:
+        ShapeError, ArgumentError, and the other errors of :func:`mkernel.all_gather_gemm`.
+    """
+    if torch.compiler.is_compiling():
+        made: Tensor = torch.ops.mkernel.shared_product(x, weight, bias, split, group_name(group))
+        return made
+    return _product(x, weight, bias, split, group, layer)
+
+
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    split: int | None,
+    group: str,
+    layer: object = None,
+) -> Tensor:
+    if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
+        expected = f"[..., {weight.shape[1]}], at least two dimensions"
+        raise ShapeError("x", tuple(x.shape), expected)
+    if split is not None and not 0 <= split < x.dim() - 1:
+        legal = f"0 to {x.dim() - 2}, for x of {x.dim()} dimensions"
+        raise ArgumentError("sequence_dim", split, legal)
+    shared = _shared(x, split, group, layer)
+    given = (x, weight, bias)
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given):
+        gradient = shared.gradient(x) if x.requires_grad else None
+        edge = None if gradient is None else gradient.edge
+        found: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            edge, weight, bias, lambda: shared.product(*given), gradient, split
+        )
+        return found
+    return shared.product(*given)[0]
+
+
+# ---- what layers share ---------------------------------------------------------------------------
+
+
+class _Terms(list[tuple[Tensor, Tensor]]):
+    """The terms of an input's gradient, in a pass of backward."""
+
+    _task = -1
+
+    def of_this_pass(self) -> _Terms:
+        """Return the terms, without those of a pass that ended before it came to the input."""
+        task = torch._C._current_graph_task_id()
+        if self._task != task:
+            self.clear()
+            self._task = task
+        return self
+
+
+class _Gradient:
+    """The gradient of an input. ``edge``: a tensor without elements, whose node computes it."""
+
+    def __init__(self, x: Tensor, split: int | None, group: str) -> None:
+        self.terms = _Terms()
+        self.edge: Tensor = _Input.apply(x, self.terms, split, group)  # type: ignore[no-untyped-call]
+
+
+class _Shared:
+    """What is known of an input that a layer has multiplied.
+
+    It holds neither the input nor its graph: layers' nodes hold the gradient. What was gathered lives
+    no longer than the input, or until layers multiply another one.
+    """
+
+    def __init__(self, key: tuple[Any, ...], split: int | None, group: str) -> None:
+        self.key = key
+        self.layers: list[Any] = []  # weak, as is the input
+        self.alive: Any = None
+        self._split, self._group = split, group
+        self._whole: Tensor | None = None
+        self._gradient: Callable[[], _Gradient | None] = lambda: None
+
+    def gradient(self, x: Tensor) -> _Gradient:
+        found = self._gradient()
+        if found is None:
+            found = _Gradient(_local(x), self._split, self._group)
+            self._gradient = weakref.ref(found)
+        return found
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute a layer's product; return it with the gathered input."""
+        dim, whole = self._split or 0, self._whole
+        # Not views for torch: programs may write to what a layer returns.
+        with torch._C._ExcludeDispatchKeyGuard(_NO_VIEWS), torch._C._DisableAutocast():
+            if whole is None and self._split is not None:
+                c, self._whole = ops.all_gather_gemm_gathered(
+                    _local(x), weight.t(), bias, gather_dim=dim, group=self._group
+                )
+                return c, self._whole
+            whole = _local(x) if whole is None else whole
+            validate.same_dtype("weight.dtype", weight, "x", whole)
+            return _from_rows(_linear(as_rows(whole, dim), weight, bias), whole.shape, dim), whole
+
+
+class _Last(threading.local):
+    """The input that a thread's layers multiplied last; none once that is gone."""
+
+    def __init__(self) -> None:
+        self.held: list[_Shared] = []
+
+
+_LAST = _Last()
+
+
+def _shared(x: Tensor, split: int | None, group: str, layer: object) -> _Shared:
+    """Return what this thread's layers share if they are called with ``x`` now."""
+    held, plain = _LAST.held, getattr(x, "_local_tensor", x)
+    if plain.is_inference():  # torch counts no changes of it
+        return _Shared((), split, group)
+    modes = _get_current_dispatch_mode_stack() if dispatch_modes() else ()
+    around = stream_of(plain.device), [weakref.ref(mode) for mode in modes]
+    key = (id(x), plain._version, split, group, *around)
+    mine = None if layer is None else weakref.ref(layer)
+    if not held or held[0].key != key or (mine is not None and mine in held[0].layers):
+        held[:] = [_Shared(key, split, group)]
+        held[0].alive = weakref.ref(
+            x, lambda gone: held.clear() if held and held[0].alive is gone else None
+        )
+    held[0].layers.append(mine)
+    return held[0]
+
+
+def _local(x: Any) -> Tensor:
+    found: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return found
+
+
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute a product with float32 sums, rounded once. Selective checkpointing may save what torch's
+    op returns, so that it has no ``out``."""
+    if rows.dtype != torch.float16 or rows.device.type != "cpu":
+        return linear(rows, weight, bias)
+    return linear(rows.float(), weight.float(), None if bias is None else bias.float()).half()
+
+
+def _from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
+    """Return rows, ``dim`` outermost, as a tensor of a shape but for its last dimension."""
+    lead = (shape[dim], *shape[:dim], *shape[dim + 1 : -1])
+    return rows.view(*lead, rows.shape[-1]).movedim(0, dim)
+
+
+# ---- derivatives ---------------------------------------------------------------------------------
+
+
+class _Product(Function):
+    """The product of a layer, whose derivative leaves that of the input to :class:`_Input`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        edge: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        multiply: Callable[[], tuple[Tensor, Tensor]],
+        gradient: _Gradient | None,
+        split: int | None,
+    ) -> Tensor:
+        y, whole = multiply()
+        ctx.set_materialize_grads(False)
+        of_x, of_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(weight if of_x else None, whole if of_weight else None)
+        ctx.gradient, ctx.dim, ctx.dtype = gradient, split or 0, weight.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_y: Tensor | None) -> Any:
+        nothing = (None,) * 6
+        if of_y is None:
+            return nothing
+        weight, whole = ctx.saved_tensors
+        rows = as_rows(of_y.to(ctx.dtype), ctx.dim)
+        if weight is not None:
+            ctx.gradient.terms.of_this_pass().append((rows, weight))
+        of_weight = None if whole is None else rows.t() @ as_rows(whole, ctx.dim)
+        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return None, of_weight, of_bias, *nothing[3:]
+
+
+class _Input(Function):
+    """The input of layers. Its derivative is one sum over ranks of what they left."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, terms: _Terms, split: int | None, group: str) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.terms, ctx.split, ctx.group, ctx.shape = terms, split, group, x.shape
+        return x.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_edge: Tensor | None) -> Any:
+        terms = ctx.terms.of_this_pass()
+        left, right = ([*each] for each in zip(*terms, strict=True))
+        terms.clear()
+        a = left[0] if len(left) == 1 else torch.cat(left, 1)
+        b = right[0] if len(right) == 1 else torch.cat(right)
+        if ctx.split is None:
+            of_x = ops.gemm_all_reduce(a, b, group=ctx.group)
+        else:
+            of_x = ops.gemm_reduce_scatter(a, b, group=ctx.group)
+        return _from_rows(of_x, ctx.shape, ctx.split or 0), None, None, None
+
+
+register_composite(
+    "shared_product(Tensor x, Tensor weight, Tensor? bias, int? split, str group) -> Tensor",
+    _product,
+)
