@@ -5,6 +5,10 @@ They have the names and arguments of torch's styles, so a parallelization plan c
 import. Parameters become DTensors, as torch's styles make them, so that checkpoints, optimisers and
 clipping work as before. Whatever no fused op computes (subclasses of ``Linear``, layouts that change
 on the way) is left to torch's styles.
+
+Column layers that are called with one tensor, one after another (q, k and v; gate and up), gather it
+once, and its gradient is one sum over ranks (:mod:`mkernel.ops.shared_input`). What they gathered is
+kept for the gradients of their weights.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch.nn import Linear, Module
 
 from mkernel.errors import ArgumentError
 from mkernel.nn.embedding_style import shard_rows
-from mkernel.nn.linear import row_product
+from mkernel.nn.linear import _check, row_product
 from mkernel.ops.shared_input import shared_product
 from mkernel.world.lifecycle import current
 
@@ -65,6 +69,7 @@ class _FusedLinear(Linear):
 
 class _ColwiseLinear(_FusedLinear):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, layouts: _Layouts) -> Tensor:
+        _check(x, weight.shape[1], layouts.split)
         return shared_product(x, weight, bias, layouts.split, layouts.group, self)
 
     def _gathers(self, input: DTensor) -> int | None:
@@ -85,6 +90,8 @@ class ColwiseParallel(TorchColwiseParallel):
     The layer is fused for ``input_layouts`` ``Replicate()`` (GEMM+AllReduce in backward) and
     ``Shard(dim)`` of any dimension but the last (AllGather+GEMM, GEMM+ReduceScatter in backward),
     with ``output_layouts`` ``Shard(-1)``. The world of the mesh must exist: ``mkernel.init(mesh)``.
+    Layers that are called with the same tensor communicate once for all of them. There are no second
+    derivatives.
 
     Args:
         input_layouts, output_layouts, use_local_output: those of torch's ``ColwiseParallel``.

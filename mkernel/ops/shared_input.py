@@ -24,7 +24,6 @@ from torch.autograd.function import Function, once_differentiable
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from mkernel.errors import ArgumentError, ShapeError
 from mkernel.ops import validate
 from mkernel.ops.around import as_rows
 from mkernel.ops.registration import group_name, ops, register_composite
@@ -47,7 +46,7 @@ def shared_product(
             twice (a checkpointed region, a captured graph) communicates as it did before.
 
     Raises:
-        ShapeError, ArgumentError, and the other errors of :func:`mkernel.all_gather_gemm`.
+        The errors of :func:`mkernel.all_gather_gemm`.
     """
     if torch.compiler.is_compiling():
         made: Tensor = torch.ops.mkernel.shared_product(x, weight, bias, split, group_name(group))
@@ -63,12 +62,6 @@ def _product(
     group: str,
     layer: object = None,
 ) -> Tensor:
-    if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
-        expected = f"[..., {weight.shape[1]}], at least two dimensions"
-        raise ShapeError("x", tuple(x.shape), expected)
-    if split is not None and not 0 <= split < x.dim() - 1:
-        legal = f"0 to {x.dim() - 2}, for x of {x.dim()} dimensions"
-        raise ArgumentError("sequence_dim", split, legal)
     shared = _shared(x, split, group, layer)
     given = (x, weight, bias)
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given):
@@ -78,7 +71,10 @@ def _product(
             edge, weight, bias, lambda: shared.product(*given), gradient, split
         )
         return found
-    return shared.product(*given)[0]
+    if split is None or shared.key:
+        return shared.product(*given)[0]
+    alone: Tensor = ops.all_gather_gemm(_local(x), weight.t(), bias, gather_dim=split, group=group)
+    return alone
 
 
 # ---- what layers share ---------------------------------------------------------------------------
@@ -111,11 +107,16 @@ class _Shared:
 
     It holds neither the input nor its graph: layers' nodes hold the gradient. What was gathered lives
     no longer than the input, or until layers multiply another one.
+
+    Attributes:
+        key: of the input as it is now; empty: nothing is shared of it.
+        layers: weak references to those that have multiplied it.
+        alive: a weak reference to it.
     """
 
     def __init__(self, key: tuple[Any, ...], split: int | None, group: str) -> None:
         self.key = key
-        self.layers: list[Any] = []  # weak, as is the input
+        self.layers: list[Any] = []
         self.alive: Any = None
         self._split, self._group = split, group
         self._whole: Tensor | None = None
@@ -241,6 +242,8 @@ class _Input(Function):
     @once_differentiable
     def backward(ctx: Any, of_edge: Tensor | None) -> Any:
         terms = ctx.terms.of_this_pass()
+        if not terms:  # gradients of all products are undefined
+            return (None,) * 4
         left, right = ([*each] for each in zip(*terms, strict=True))
         terms.clear()
         a = left[0] if len(left) == 1 else torch.cat(left, 1)

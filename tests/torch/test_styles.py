@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -193,6 +194,23 @@ def products_saved(m: Three, x: Tensor) -> Tensor:
     return first + second
 
 
+class Nothing(torch.autograd.Function):
+    """The identity, whose derivative is left out."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, of_y: Tensor) -> None:
+        return None
+
+
+def undefined(m: Three, x: Tensor) -> Tensor:
+    found = [Nothing.apply(layer(x)).sum() for layer in (m.q, m.k, m.v)]  # type: ignore[no-untyped-call]
+    return x.mul(0).sum() + found[0] + found[1] + found[2]
+
+
 USES: dict[Callable[[Three, Tensor], Tensor], tuple[int, int]] = {
     all_three: (1, 1),
     of_a_result: (1, 1),
@@ -202,13 +220,13 @@ USES: dict[Callable[[Three, Tensor], Tensor], tuple[int, int]] = {
     unlike: (2, 2),
     one_twice: (2, 2),
     after_no_grad: (1, 1),
+    undefined: (1, 0),
     again: (2, 1),
     products_saved: (4, 2),
 }
 """The gathers and the sums over ranks of forward and backward."""
-EAGER = (one_twice, again, products_saved)
-"""Those that gather more where nothing is compiled; compiled checkpointed regions are for tests of
-backward passes say."""
+EAGER = (one_twice, undefined, again, products_saved)
+"""Those that gather less where they are compiled, or of which compilers take other ways."""
 CODE = (all_three, modified)
 """Those of which Inductor makes code."""
 OUTSIDE: dict[str, Placement] = {"gathered": Shard(1), "replicated": Replicate()}
@@ -281,7 +299,51 @@ def passes(loss: Tensor, model: Three) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def every_use() -> dict[tuple[str, str, str], tuple[Wrong, Counter[str]]]:
+def kept(mesh: DeviceMesh) -> list[int]:
+    """How many gathered tensors there are while an input is used, when the program has lost it, and
+    after the backward pass: without gradients, of a leaf, and of a result."""
+    counts = []
+    style = ColwiseParallel(input_layouts=Shard(1))
+    model = parallelize_module(Three(all_three), mesh, dict.fromkeys("qkv", style))
+
+    def count() -> None:
+        tensors = (each for each in gc.get_objects() if type(each) is Tensor)
+        counts.append(sum(each.shape == (B + 2, S, H) for each in tensors))
+
+    gc.collect()
+    gc.disable()  # what is in a cycle would stay
+    for needs, leaf in ((False, True), (True, True), (True, False)):
+        x = torch.randn(B + 2, S // RANKS, H, requires_grad=needs)
+        x = x if leaf else x.sin()
+        with torch.set_grad_enabled(needs):
+            loss = model(x)
+        count()
+        del x
+        count()
+        if needs:
+            loss.backward()
+        del loss
+        count()
+    gc.enable()
+    return counts
+
+
+def uncounted(mesh: DeviceMesh) -> tuple[bool, Counter[str]]:
+    """Whether layers read what an inference tensor holds when they are called; torch does not count
+    what is written to it."""
+    model: Any = parallelize_module(
+        Three(modified), mesh, dict.fromkeys("qkv", ColwiseParallel(input_layouts=Shard(1)))
+    )
+    x = torch.randn(B, S // RANKS, H)
+    found = calls(mesh)
+    with torch.inference_mode():
+        wanted = model(x.clone())
+        counted = found()
+        model.parallel = True
+        return torch.equal(model(x.clone()), wanted), counted
+
+
+def every_use() -> tuple[dict[tuple[str, str, str], tuple[Wrong, Counter[str]]], Any, Any]:
     mesh, found = mesh_of_all(), {}
     for name, outside in OUTSIDE.items():
         step = of_one_input(mesh, outside)
@@ -295,7 +357,7 @@ def every_use() -> dict[tuple[str, str, str], tuple[Wrong, Counter[str]]]:
             found[name, "prepared", backend] = step(all_three, backend, prepared=True)
             found[name, "no input's", backend] = step(all_three, backend, of_input=False)
         found[name, "passes", ""] = step(all_three, backward=passes)
-    return found
+    return found, kept(mesh), uncounted(mesh)
 
 
 @pytest.fixture(scope="module")
@@ -305,14 +367,14 @@ def uses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_layers_of_one_input_are_the_unsharded_ones(uses: list[Any]) -> None:
-    for found in uses:
+    for found, _, _ in uses:
         assert {key: wrong for key, (wrong, _) in found.items() if wrong} == {}
 
 
 def test_layers_of_one_input_gather_it_once_and_sum_its_gradients_once(uses: list[Any]) -> None:
     counts = {use.__name__: count for use, count in USES.items()}
     counts |= {"prepared": (1, 1), "no input's": (1, 0), "passes": (1, 2)}
-    for found in uses:
+    for found, _, _ in uses:
         assert len(found) == 2 * (len(USES) + len(USES) - len(EAGER) + len(CODE) + 5)
         for (outside, use, backend), (_, calls_found) in found.items():
             gathers, sums = counts[use]
@@ -320,6 +382,16 @@ def test_layers_of_one_input_gather_it_once_and_sum_its_gradients_once(uses: lis
             if outside == "replicated":
                 wanted = {"gemm_all_reduce": sums}
             assert calls_found == Counter(wanted), (outside, use, backend)
+
+
+def test_what_was_gathered_lives_no_longer_than_the_input_and_its_graph(uses: list[Any]) -> None:
+    for _, counts, _ in uses:
+        assert counts == [1, 0, 0, 1, 1, 0, 1, 1, 0]
+
+
+def test_nothing_is_shared_of_what_torch_does_not_count_changes_of(uses: list[Any]) -> None:
+    for _, _, found in uses:
+        assert found == (True, Counter(all_gather_gemm=3))
 
 
 def strangers() -> tuple[bool, list[str]]:
