@@ -34,9 +34,8 @@ class PrepareModuleInput(TorchPrepareModuleInput):
     """torch's style of this name, which does not gather inputs that the module's layers gather.
 
     Where ``input_layouts`` has ``Shard`` and ``desired_input_layouts`` has ``Replicate()``, the module
-    gets a DTensor that is still sharded, whose shape is the whole one. The first :class:`ColwiseParallel`
-    layer gathers it for all of them while it multiplies; other operations see a DTensor as torch knows
-    it.
+    gets a DTensor that is still sharded, whose shape is the whole one. :class:`ColwiseParallel` layers
+    gather it while the first of them multiplies; other operations see a DTensor as torch knows it.
     """
 
     def _prepare_input_arg(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,6 +113,7 @@ class _Shared:
         key: of the input as it is now; empty: nothing is shared of it.
         layers: weak references to those that have multiplied it.
         alive: a weak reference to it.
+        whole: all ranks' parts of it, once they are gathered.
     """
 
     def __init__(self, key: tuple[Any, ...], split: int | None, group: str) -> None:
@@ -119,7 +121,7 @@ class _Shared:
         self.layers: list[Any] = []
         self.alive: Any = None
         self._split, self._group = split, group
-        self._whole: Tensor | None = None
+        self.whole: Tensor | None = None
         self._gradient: Callable[[], _Gradient | None] = lambda: None
 
     def gradient(self, x: Tensor) -> _Gradient:
@@ -131,45 +133,45 @@ class _Shared:
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute a layer's product; return it with the gathered input."""
-        dim, whole = self._split or 0, self._whole
+        dim, whole = self._split or 0, self.whole
         # Not views for torch: programs may write to what a layer returns.
         with torch._C._ExcludeDispatchKeyGuard(_NO_VIEWS), torch._C._DisableAutocast():
             if whole is None and self._split is not None:
-                c, self._whole = ops.all_gather_gemm_gathered(
+                c, self.whole = ops.all_gather_gemm_gathered(
                     _local(x), weight.t(), bias, gather_dim=dim, group=self._group
                 )
-                return c, self._whole
+                return c, self.whole
             whole = _local(x) if whole is None else whole
             validate.same_dtype("weight.dtype", weight, "x", whole)
             return _from_rows(_linear(as_rows(whole, dim), weight, bias), whole.shape, dim), whole
 
 
-class _Last(threading.local):
-    """The input that a thread's layers multiplied last; none once that is gone."""
-
-    def __init__(self) -> None:
-        self.held: list[_Shared] = []
-
-
-_LAST = _Last()
+_LAST = threading.local()
+"""Of each thread, what its layers shared last."""
 
 
 def _shared(x: Tensor, split: int | None, group: str, layer: object) -> _Shared:
     """Return what this thread's layers share if they are called with ``x`` now."""
-    held, plain = _LAST.held, getattr(x, "_local_tensor", x)
+    plain = getattr(x, "_local_tensor", x)
     if plain.is_inference():  # torch counts no changes of it
         return _Shared((), split, group)
     modes = _get_current_dispatch_mode_stack() if dispatch_modes() else ()
     around = stream_of(plain.device), [weakref.ref(mode) for mode in modes]
     key = (id(x), plain._version, split, group, *around)
     mine = None if layer is None else weakref.ref(layer)
-    if not held or held[0].key != key or (mine is not None and mine in held[0].layers):
-        held[:] = [_Shared(key, split, group)]
-        held[0].alive = weakref.ref(
-            x, lambda gone: held.clear() if held and held[0].alive is gone else None
-        )
-    held[0].layers.append(mine)
-    return held[0]
+    found: _Shared | None = getattr(_LAST, "shared", None)
+    if found is None or found.key != key or (mine is not None and mine in found.layers):
+        found = _LAST.shared = _Shared(key, split, group)
+        found.alive = weakref.ref(x, partial(_forget, weakref.ref(found)))
+    found.layers.append(mine)
+    return found
+
+
+def _forget(shared: Callable[[], _Shared | None], gone: object) -> None:
+    """Forget an input that is gone, perhaps in another thread."""
+    found = shared()
+    if found is not None:
+        found.key, found.whole = (), None
 
 
 def _local(x: Any) -> Tensor:
@@ -186,9 +188,12 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
-    """Return rows, ``dim`` outermost, as a tensor of a shape but for its last dimension."""
-    lead = (shape[dim], *shape[:dim], *shape[dim + 1 : -1])
-    return rows.view(*lead, rows.shape[-1]).movedim(0, dim)
+    """Return rows, ``dim`` outermost, as a tensor of a shape but for its last dimension. One sequence
+    has a contiguous tensor's strides: torch's compiler compares also those that nobody uses."""
+    *lead, columns = *shape[:-1], rows.shape[-1]
+    if all(isinstance(size, int) and size == 1 for size in lead[:dim]):
+        return rows.view(*lead, columns)
+    return rows.view(lead[dim], *lead[:dim], *lead[dim + 1 :], columns).movedim(0, dim)
 
 
 # ---- derivatives ---------------------------------------------------------------------------------

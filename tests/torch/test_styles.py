@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import mkernel
 from mkernel.errors import ArgumentError, NotInitialized
 from mkernel.nn import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from mkernel.ops import shared_input
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -169,6 +171,14 @@ def unlike(m: Three, x: Tensor) -> Tensor:
     return m.q(x).sin().sum() + m.k(other).cos().sum() + m.v(other).exp().sum()
 
 
+def on_two_streams(m: Three, x: Tensor) -> Tensor:
+    """Nothing orders a product behind a gather of another stream, or of what a graph has captured."""
+    with mock.patch.object(shared_input, "stream_of", return_value=(1, False)):
+        first = m.q(x).sin().sum()
+    with mock.patch.object(shared_input, "stream_of", return_value=(1, True)):
+        return first + m.k(x).cos().sum() + m.v(x).exp().sum()
+
+
 def one_twice(m: Three, x: Tensor) -> Tensor:
     return m.q(x).sin().sum() + m.q(x).cos().sum()
 
@@ -218,6 +228,7 @@ USES: dict[Callable[[Three, Tensor], Tensor], tuple[int, int]] = {
     some_used: (1, 1),
     modified: (2, 2),
     unlike: (2, 2),
+    on_two_streams: (2, 2),
     one_twice: (2, 2),
     after_no_grad: (1, 1),
     undefined: (1, 0),
@@ -225,7 +236,7 @@ USES: dict[Callable[[Three, Tensor], Tensor], tuple[int, int]] = {
     products_saved: (4, 2),
 }
 """The gathers and the sums over ranks of forward and backward."""
-EAGER = (one_twice, undefined, again, products_saved)
+EAGER = (on_two_streams, one_twice, undefined, again, products_saved)
 """Those that gather less where they are compiled, or of which compilers take other ways."""
 CODE = (all_three, modified)
 """Those of which Inductor makes code."""
