@@ -246,6 +246,11 @@ class AcceleratorBackend(ABC):
         knowledge."""
         return False
 
+    def capture(self) -> int:
+        """Return the number of the capture into a graph that the current stream is part of, another one
+        for each; 0: there is none, or its calls cannot be captured."""
+        return 0
+
     def await_replays(self) -> threading.Event:
         """Return an event that is set once the device has finished all replays started so far."""
         raise NotImplementedError(f"accelerator {self.name!r} captures no calls")

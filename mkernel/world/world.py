@@ -269,6 +269,11 @@ class World:
         with self._turns:
             return self._membership.engine.heap.empty(shape, dtype)
 
+    def capture(self) -> int:
+        """Return the number of the capture that the current stream is part of; 0: none that its first
+        accelerator takes part in."""
+        return self.accelerator.capture()
+
     def graph_pool(self) -> tuple[int, int] | None:
         """Make a pool as :func:`mkernel.graph_pool` does, in this world."""
         with self._turns:

@@ -278,6 +278,10 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         """Return whether a CUDA graph holds calls of the world."""
         return self._session is not None and self._session.captured
 
+    def capture(self) -> int:
+        """Return CUDA's number of the capture of torch's current stream."""
+        return 0 if self._session is None else self._session.capture()
+
     def await_replays(self) -> threading.Event:
         """Return an event that is set once the rank's whole device is done, because no stream
         reveals what it replays."""

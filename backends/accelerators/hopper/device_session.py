@@ -167,6 +167,11 @@ class DeviceSession:
         is captured."""
         return self._order.captured and not torch.cuda.is_current_stream_capturing()
 
+    def capture(self) -> int:
+        """Return CUDA's number of the capture of torch's current stream; 0: there is none."""
+        found: int = native().capture_of(torch._C._cuda_getCurrentRawStream(self.index))
+        return found
+
     def await_device(self) -> threading.Event:
         """Return an event that is set once the device is past all work queued so far."""
         # No CUDA call waits with a deadline; after the deadline the thread is abandoned and waits

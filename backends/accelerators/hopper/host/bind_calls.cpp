@@ -28,6 +28,7 @@ void bind_calls(py::module_& module) {
         .def_property_readonly("captured", &CallOrder::captured)
         .def("finished", &CallOrder::finished, py::arg("call"));
 
+    module.def("capture_of", &capture_of, py::arg("stream"));
     py::class_<ControlBlock>(module, "ControlBlock")
         .def(py::init<>())
         .def_property_readonly("address", &ControlBlock::address)

@@ -5,9 +5,6 @@
 
 namespace mkernel::hopper {
 
-namespace {
-
-// Returns the identifier of the capture that `stream` is part of; 0 for none.
 unsigned long long capture_of(std::uint64_t stream) {
     cudaStreamCaptureStatus status{};
     unsigned long long id = 0;
@@ -15,6 +12,8 @@ unsigned long long capture_of(std::uint64_t stream) {
                 "cudaStreamGetCaptureInfo");
     return status == cudaStreamCaptureStatusActive ? id : 0;
 }
+
+namespace {
 
 cudaEvent_t make_event() {
     cudaEvent_t event = nullptr;

@@ -15,6 +15,9 @@
 
 namespace mkernel::hopper {
 
+// Returns CUDA's number of the capture that `stream` is part of; 0: there is none.
+unsigned long long capture_of(std::uint64_t stream);
+
 class CallOrder {
   public:
     explicit CallOrder(int device);
