@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from mkernel.ops import validate
 from mkernel.ops.around import as_rows
 from mkernel.ops.registration import group_name, ops, register_composite
+from mkernel.world.lifecycle import current
 from mkernel.world.torch_state import dispatch_modes, stream_of
 
 _NO_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
@@ -153,10 +154,13 @@ _LAST = threading.local()
 def _shared(x: Tensor, split: int | None, group: str, layer: object) -> _Shared:
     """Return what this thread's layers share if they are called with ``x`` now."""
     plain = getattr(x, "_local_tensor", x)
-    if plain.is_inference():  # torch counts no changes of it
+    stream, capturing = stream_of(plain.device)
+    # A graph may be replayed without that of another layer, which gathered what both multiply.
+    capture = current(group).capture() if capturing else 0
+    if plain.is_inference() or (capturing and capture == 0):  # torch counts no changes of the first
         return _Shared((), split, group)
     modes = _get_current_dispatch_mode_stack() if dispatch_modes() else ()
-    around = stream_of(plain.device), [weakref.ref(mode) for mode in modes]
+    around = stream, capture, [weakref.ref(mode) for mode in modes]
     key = (id(x), plain._version, split, group, *around)
     mine = None if layer is None else weakref.ref(layer)
     found: _Shared | None = getattr(_LAST, "shared", None)

@@ -60,11 +60,11 @@ def allocation(
     return partial(torch.empty, dtype=dtype, device=like.device), (shape,)
 
 
-def stream_of(device: torch.device) -> tuple[int, bool] | None:
-    """Return the current stream of a device, and whether it is captured. None: it has no streams."""
+def stream_of(device: torch.device) -> tuple[int, bool]:
+    """Return the current stream of a device, 0 where it has none, and whether it is captured."""
     stream = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)
     if stream is None:
-        return None
+        return 0, False
     capturing = getattr(torch._C, f"_{device.type}_isCurrentStreamCapturing", None)
     return stream(device.index), capturing is not None and capturing()
 

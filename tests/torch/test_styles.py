@@ -6,6 +6,7 @@ import copy
 import gc
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import mkernel
 from mkernel.errors import ArgumentError, NotInitialized
 from mkernel.nn import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from mkernel.ops import shared_input
+from mkernel.world.world import World
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -172,10 +174,26 @@ def unlike(m: Three, x: Tensor) -> Tensor:
 
 
 def on_two_streams(m: Three, x: Tensor) -> Tensor:
-    """Nothing orders a product behind a gather of another stream, or of what a graph has captured."""
+    """Nothing orders a product behind a gather of another stream."""
     with mock.patch.object(shared_input, "stream_of", return_value=(1, False)):
         first = m.q(x).sin().sum()
-    with mock.patch.object(shared_input, "stream_of", return_value=(1, True)):
+    with mock.patch.object(shared_input, "stream_of", return_value=(2, False)):
+        return first + m.k(x).cos().sum() + m.v(x).exp().sum()
+
+
+def captured(number: int) -> ExitStack:
+    """A capture of the current stream."""
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(shared_input, "stream_of", return_value=(1, True)))
+    stack.enter_context(mock.patch.object(World, "capture", return_value=number))
+    return stack
+
+
+def in_two_graphs(m: Three, x: Tensor) -> Tensor:
+    """A graph may be replayed without what another one has captured."""
+    with captured(1):
+        first = m.q(x).sin().sum()
+    with captured(2):
         return first + m.k(x).cos().sum() + m.v(x).exp().sum()
 
 
@@ -229,6 +247,7 @@ USES: dict[Callable[[Three, Tensor], Tensor], tuple[int, int]] = {
     modified: (2, 2),
     unlike: (2, 2),
     on_two_streams: (2, 2),
+    in_two_graphs: (2, 2),
     one_twice: (2, 2),
     after_no_grad: (1, 1),
     undefined: (1, 0),
@@ -236,7 +255,7 @@ USES: dict[Callable[[Three, Tensor], Tensor], tuple[int, int]] = {
     products_saved: (4, 2),
 }
 """The gathers and the sums over ranks of forward and backward."""
-EAGER = (on_two_streams, one_twice, undefined, again, products_saved)
+EAGER = (on_two_streams, in_two_graphs, one_twice, undefined, again, products_saved)
 """Those that gather less where they are compiled, or of which compilers take other ways."""
 BOTH = (all_three, modified)
 """Those that are compiled also where nothing is gathered."""
