@@ -50,7 +50,10 @@ class _FusedLinear(Linear):
         layouts = self._layouts
         if isinstance(input, DTensor):
             if (split := self._gathers(input)) is not None:
-                layouts = layouts._replace(inputs=input.placements, split=split)
+                # Not _replace, which torch 2.6 does not trace.
+                layouts = _Layouts(
+                    input.placements, layouts.outputs, layouts.local, split, layouts.group
+                )
             if input.placements != layouts.inputs:
                 input = input.redistribute(placements=layouts.inputs)
         y = self._product(input, _local(self.weight), _local(self.bias), layouts)

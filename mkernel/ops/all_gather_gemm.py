@@ -197,12 +197,14 @@ def all_gather_gemm(
     of_one: tuple[Any, Any, Any, Any] = (b, b_scale, bias, out)
     matrix, scale, added, into = of_one
     scales = scaled(a_scale, scale, use_fast_accum)
-    call = GemmCall(a, matrix, added, gather_dim, into, out_dtype, chunk=chunk, group=group)
+    call = GemmCall(
+        a, matrix, added, gather_dim, into, out_dtype,
+        return_gathered if gathered is None else gathered, chunk, scaled=scales, group=group,
+    )  # fmt: skip
     if not (return_gathered or gathered is not None or (keeps and scales is None)):
-        return OP.result(call._replace(scaled=scales))
+        return OP.result(call)
     if scales is None:
-        kept = return_gathered if gathered is None else gathered
-        c, whole = _and_gathered(call._replace(gathered=kept))
+        c, whole = _and_gathered(call)
         return (c, whole) if return_gathered else c
     lists = [None if each is None else [each] for each in (added, into)]
     (c,), whole = _several(
@@ -216,10 +218,9 @@ def _and_gathered(call: GemmCall) -> tuple[Tensor, Tensor]:
     """Compute the product with one b and keep the gathered A, through torch's dispatcher where torch
     has to see the call."""
     registered, named = called(call.group)
-    if registered is not ops:
-        a, b, bias = OP.local(call.a, call.b, call.bias, call.dim, call.group)
-        call = call._replace(a=a, b=b, bias=bias)
     a, b, bias, dim, out, out_dtype, gathered, chunk, *_ = call
+    if registered is not ops:
+        a, b, bias = OP.local(a, b, bias, dim, call.group)
     options = {"gather_dim": dim, "chunk": chunk, "group": named}
     into = gathered if isinstance(gathered, Tensor) else None
     given = out if into is None else into

@@ -274,10 +274,9 @@ class GemmOp:
         """Run one call, through torch's dispatcher where torch has to see it, and return its output.
         ArgumentError: a tensor beside scales that requires grad; and what :meth:`call` raises."""
         registered, named = called(call.group)
-        if registered is not ops:
-            a, b, bias = self.local(call.a, call.b, call.bias, call.dim, call.group)
-            call = call._replace(a=a, b=b, bias=bias)
         a, b, bias, dim, out, out_dtype, _, chunk, *_ = call
+        if registered is not ops:
+            a, b, bias = self.local(a, b, bias, dim, call.group)
         options: dict[str, Any] = {} if self.dim is None else {self.dim: dim}
         options |= {"chunk": chunk, "group": named}
         name, scaled = self.name, call.scaled
