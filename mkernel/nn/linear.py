@@ -23,6 +23,7 @@ from torch.nn import Linear, Parameter
 from mkernel.errors import ArgumentError, ShapeError
 from mkernel.nn.sharded import ShardedModule
 from mkernel.ops.all_gather_gemm import all_gather_gemm
+from mkernel.ops.around import turned
 from mkernel.ops.gemm_all_reduce import gemm_all_reduce
 from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
 from mkernel.ops.registration import ops
@@ -188,6 +189,7 @@ def column_product(
     """
     _check(x, weight.shape[1], split)
     if split is not None:
+        x = turned(x, split) if torch.compiler.is_compiling() else x
         return all_gather_gemm(
             x, weight.t(), bias=bias, gather_dim=split, save_gathered=save_gathered, group=group
         )

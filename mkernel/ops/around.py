@@ -26,7 +26,7 @@ from mkernel.backends.contracts.norm import add_and_normalise
 from mkernel.errors import ArgumentError, DtypeError, ShapeError
 from mkernel.ops import validate
 from mkernel.ops.steps import Steps
-from mkernel.plan.arguments import BLOCK, Strides, scale_sizes
+from mkernel.plan.arguments import BLOCK, Strides, rows_of, scale_sizes
 from mkernel.plan.model import LaunchPlan, ScaleMode, Scales
 
 
@@ -206,6 +206,15 @@ def shaped(rows: Tensor, lead: Sequence[int], dim: int) -> Tensor:
     if all(isinstance(size, int) and size == 1 for size in before):
         return rows.view(*before, lead[0], *after, rows.shape[-1])
     return rows.view(*lead, rows.shape[-1]).movedim(0, dim)
+
+
+def turned(x: Tensor, dim: int) -> Tensor:
+    """Return [.., K] whose rows follow each other, ``dim`` outermost: ``x`` where it lies so, else one
+    copy for all that read it, which torch's compiler joins with what computes ``x``."""
+    outermost = x.movedim(dim, 0)
+    if rows_of(outermost.shape, outermost.stride(), 1) != "scattered":
+        return x
+    return outermost.contiguous().movedim(0, dim)
 
 
 def from_rows(steps: Steps, rows: Tensor, lead: Sequence[int], dim: int) -> Tensor:

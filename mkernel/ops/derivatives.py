@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mkernel.ops.around import as_rows
+from mkernel.ops.around import as_rows, turned
 from mkernel.ops.registration import ops
 
 _FEWEST_COLUMNS = 8
@@ -134,7 +134,10 @@ def _of_gather(
     """Compute the gradients of a, of each b, of each bias. ``kept``: the gathered A; a is needed where
     that is not there."""
     dim, nothing, dtype = ctx.dim, [None] * len(b), b[0].dtype
-    given = [(None if each is None else each.to(dtype), y) for each, y in zip(of_c, b, strict=True)]
+    given = [
+        (None if each is None else turned(each.to(dtype), dim), y)
+        for each, y in zip(of_c, b, strict=True)
+    ]
     of_a: Tensor | None = None
     of_b: list[Tensor | None] = [*nothing]
     of_bias: list[Tensor | None] = [*nothing]
@@ -177,14 +180,14 @@ def scatter_backward(ctx: Any, of_c: Tensor) -> Any:
     a, b = ctx.saved_tensors
     dim, options = ctx.dim, ctx.options
     needs_a, needs_b, needs_bias = _needs(ctx)
-    of_c, turned = of_c.to(a.dtype), b.t()
+    of_c, other = turned(of_c.to(a.dtype), dim), b.t()
     of_a = whole = None
     if not needs_a:
-        whole = _gathered(of_c, turned, dim, options)
+        whole = _gathered(of_c, other, dim, options)
     elif needs_b or needs_bias:
-        of_a, whole = ops.all_gather_gemm_gathered(of_c, turned, gather_dim=dim, **options)
+        of_a, whole = ops.all_gather_gemm_gathered(of_c, other, gather_dim=dim, **options)
     else:
-        of_a = ops.all_gather_gemm(of_c, turned, gather_dim=dim, **options)
+        of_a = ops.all_gather_gemm(of_c, other, gather_dim=dim, **options)
     of_b = of_bias = None
     if needs_b and whole is not None:
         of_b = of_matrix(as_rows(a, dim), as_rows(whole, dim), b)
