@@ -366,10 +366,10 @@ def _alike(one: Sum, other: Sum) -> bool:
 
 
 def beside_product(start: Node) -> bool:
-    """Return whether a collective gathers the left side of a product, or sums products."""
+    """Return whether a collective gathers an operand of a product, or sums products."""
     if name(start).startswith("all_gather"):
         return any(
-            found.a is node
+            node in (found.a, found.b)
             for node in _moved(start, lambda node: list(node.users), _MOVES)
             for user in node.users
             if (found := product(user)) is not None

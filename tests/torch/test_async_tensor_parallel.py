@@ -38,6 +38,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import mkernel
 from mkernel.async_tensor_parallel import Report, patterns, rewrite
@@ -334,7 +339,7 @@ CASES = {
         {}, ("is no matrix product",),
     ),
     "on the right": Case(
-        gathers(0, lambda x, w: w @ x), (ROWS, (N, B * S)), {}, ("as its left side",), quiet=True
+        gathers(0, lambda x, w: w @ x), (ROWS, (N, B * S)), {}, ("as its left side",)
     ),
     "with itself": Case(
         gathers(0, lambda x: x @ x.t()), (ROWS,), {}, ("before the right side of a product",)
@@ -726,7 +731,12 @@ def local(x: Tensor | None) -> Tensor:
 
 
 def steps(
-    world: mkernel.World, sequence_dim: int | None, bias: bool, shared: bool, sequences: int
+    world: mkernel.World,
+    sequence_dim: int | None,
+    bias: bool,
+    shared: bool,
+    sequences: int,
+    wrapped: Callable[[nn.Module], Callable[..., Tensor]] = lambda model: model,
 ) -> tuple[Step, Step]:
     """One step of a model as it is, and one of it compiled: output and gradients, all of them whole."""
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -747,9 +757,9 @@ def steps(
         tensors = [local(each) for each in (y, x.grad, *(p.grad for p in model.parameters()))]
         return Step(tensors, dict(report.rewritten), dict(report.left), [plan.op for plan in made])
 
-    plain = step(model, Report())
+    plain = step(wrapped(model), Report())
     with mkernel.enable_async_tensor_parallel() as enabled:
-        return plain, step(compiled(model), enabled.report)
+        return plain, step(compiled(wrapped(model)), enabled.report)
 
 
 MANY, FEW = 6, 4
@@ -787,3 +797,40 @@ def test_models_of_parallelize_module(
         assert sum(found.rewritten.values()) == len(found.calls)
         assert found.left == {}
         torch.testing.assert_close(found.tensors, plain.tensors, rtol=1e-4, atol=1e-4)
+
+
+def saves_sums_and_products(context: Any, op: Any, *arguments: Any, **options: Any) -> Any:
+    saved = (torch.ops.aten.mm.default, patterns.SCATTER)
+    return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+REGIONS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
+    "whole": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
+    "selective": lambda model: lambda x: checkpoint(
+        model, x, use_reentrant=False,
+        context_fn=functools.partial(create_selective_checkpoint_contexts, saves_sums_and_products),
+    ),
+}  # fmt: skip
+"""Ways of checkpointing a model."""
+AGAIN = {
+    "whole": ["all_gather_gemm"],
+    "selective": [],  # what is gathered again for gradients of weights is their right side
+}
+"""The calls of the forward pass that are made in the backward pass too."""
+
+
+def in_regions(world: mkernel.World) -> dict[str, tuple[Step, Step]]:
+    return {name: steps(world, 1, False, True, MANY, each) for name, each in REGIONS.items()}
+
+
+def test_checkpointed_models(tmp_path: Path) -> None:
+    """The report has the calls of both passes, and the gather that is left."""
+    for everything in ranks(with_a_world, tmp_path, in_regions, size=RANKS):
+        for name, (plain, found) in everything.items():
+            forward = fused(1, MANY)[:2]
+            assert found.calls == [*forward, *AGAIN[name], *forward]
+            assert sum(found.rewritten.values()) == len(found.calls)
+            left = [why for _, why in found.left]
+            assert len(left) == (name == "selective")
+            assert all("as its left side" in why for why in left)
+            torch.testing.assert_close(found.tensors, plain.tensors, rtol=1e-4, atol=1e-4)
