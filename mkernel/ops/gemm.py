@@ -122,6 +122,7 @@ class Checked:
         dim: of a and out that ranks share, counted from the first.
         lead: sizes of out's other dimensions than its last, ``dim`` first; of a's, ``whole``, as
             gathered.
+        planned: plans a call in a world that differs from this one by its number of rows alone.
     """
 
     plan: LaunchPlan
@@ -129,6 +130,7 @@ class Checked:
     dim: int
     lead: tuple[int, ...]
     whole: tuple[int, ...]
+    planned: Callable[[World, int], LaunchPlan]
 
 
 @dataclass(frozen=True)
@@ -210,28 +212,38 @@ class GemmOp:
             strides |= scale_strides(scaled, dim)
         if bias is not None and capabilities.adds_bias:
             strides["bias"] = "packed" if bias.is_contiguous() else "scattered"
-        copies = copied(strides, capabilities.takes_pitched(self.name))
-        plan = plan_for(
-            world,
-            self.name,
-            {"m": rows, "n": n, "k": k},
-            dtype,
-            out_name,
-            b_layout=layout,
-            around=Around(
-                copies,
-                bias is not None,
-                call.products,
-                None if norm is None else Norm(norm.residual is not None, norm.eps),
-                scales,
-            ),
-            chunk=call.chunk,
-            path=call.path,
+        steps = Around(
+            copied(strides, capabilities.takes_pitched(self.name)),
+            bias is not None,
+            call.products,
+            None if norm is None else Norm(norm.residual is not None, norm.eps),
+            scales,
         )
+        chunk, path = call.chunk, call.path
+
+        def planned(world: World, rows: int) -> LaunchPlan:
+            return plan_for(
+                world, self.name, {"m": rows, "n": n, "k": k}, dtype, out_name,
+                b_layout=layout, around=steps, chunk=chunk, path=path,
+            )  # fmt: skip
+
+        plan = planned(world, rows)
         for name, output, sizes, width, output_dtype in outputs:
             if output is not None:
                 _check_output(name, output, sizes, width, output_dtype, dim, device)
-        return Checked(plan, wanted, dim, lead, whole)
+        return Checked(plan, wanted, dim, lead, whole, planned)
+
+    def known(self, world: World, call: GemmCall, family: bytes | None) -> Checked:
+        """Return what :meth:`check` finds, which is asked where no call of the family was made."""
+        like, a = None if family is None else world.families[family], call.a
+        if like is not None and a.shape[0] > 1:
+            lead, whole = self.lead(a, like.dim, world.size), _whole(a, like.dim, world.size)
+            plan = like.planned(world, prod(whole if self.gathers else a.shape[:-1]))
+            return Checked(plan, like.dtype, like.dim, lead, whole, like.planned)
+        found = self.check(world, call)
+        if family is not None and a.shape[0] > 1:  # one row has no pitch
+            world.families[family] = found
+        return found
 
     @untraced
     def call(
@@ -241,7 +253,7 @@ class GemmOp:
         ``residual_out``; with scales ``gathered_scale`` beside ``gathered``, as a launch has it."""
         world, steps = current(given.group), steps or Steps()
         given = given.plain(self.name)
-        known = self.check(world, given)
+        known = self.known(world, given, steps.family)
         a, b, bias, _, out, _, gathered, *_ = given
         plan, dim, norm, scaled = known.plan, known.dim, given.norm, given.scaled
         overwritten = [each for each in (out, gathered) if isinstance(each, Tensor)]
@@ -402,7 +414,7 @@ class GemmOp:
 
         register(
             f"{self.name}({self.arguments}) -> Tensor", kernel, fake, save, backward,
-            flops=self.flops, local=self.localised,
+            flops=self.flops, local=self.localised, family=("a",),
         )  # fmt: skip
         dim = "" if self.dim is None else f"int {self.dim}=0, "
         register(

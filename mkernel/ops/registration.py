@@ -49,6 +49,7 @@ def native_op(
     registered: Any = None,
     local: Local | None = None,
     any_rows: Sequence[str] = (),
+    family: Sequence[str] = (),
 ) -> Op:
     """Make what one of its callers calls an op by: native code, which makes the calls that it knows,
     and leaves all others to Python.
@@ -62,9 +63,11 @@ def native_op(
             None: the kernel refuses such calls.
         local: replaces DTensors among the arguments by this rank's parts.
         any_rows: parameters whose number of rows differs between calls that are otherwise alike.
+        family: parameters by whose number of rows calls may differ that ``kernel`` need not check
+            anew; no other tensor of the caller's has these rows. Its ``steps`` name the family.
     """
 
-    def python(values: tuple[Any, ...], signature: object) -> Any:
+    def python(values: tuple[Any, ...], signature: object, like: bytes | None) -> Any:
         given = dict(zip(parameters, values, strict=True))
         group = given["group"]
         if group is not None and not isinstance(group, str):
@@ -73,7 +76,7 @@ def native_op(
             given |= local(given)
         if signature is None and registered is not None and _seen(given.values()):
             return registered(**given | {"group": group_name(group)})
-        steps = Steps(None if signature is None else values)
+        steps = Steps(None if signature is None else values, like)
         run = in_torchs(kernel) if caller == TORCH else kernel
         result = run(**given, steps=steps)
         if signature is not None:
@@ -86,7 +89,7 @@ def native_op(
         with profiling.named(range_name or name):
             return made(*values)
 
-    made = _op(name, parameters, defaults, caller, python, named, any_rows)
+    made = _op(name, parameters, defaults, caller, python, named, any_rows, family)
     return made
 
 
@@ -98,6 +101,7 @@ def _op(
     python: Callable[..., Any],
     named: Callable[..., Any] = lambda values: NotImplemented,
     any_rows: Sequence[str] = (),
+    family: Sequence[str] = (),
 ) -> Op:
     return Op(
         name=name,
@@ -112,6 +116,7 @@ def _op(
         profiling=profiling.__dict__,
         named=named,
         any_rows=frozenset(map([*parameters].index, any_rows)),
+        family=frozenset(map([*parameters].index, family)),
     )
 
 
@@ -185,6 +190,7 @@ def register(
     range_name: str = "",
     local: Local | None = None,
     any_rows: Sequence[str] = (),
+    family: Sequence[str] = (),
 ) -> None:
     """Define an op.
 
@@ -196,7 +202,7 @@ def register(
             that requires grad is an error of torch's.
         flops: of its products on one rank (:mod:`mkernel.ops.flops`); None: it multiplies nothing.
         communicates: whether peers wait for its kernel.
-        range_name, local, any_rows: as :func:`native_op` takes them.
+        range_name, local, any_rows, family: as :func:`native_op` takes them.
     """
     name = schema.partition("(")[0]
     qualified = f"mkernel::{name}"
@@ -212,7 +218,7 @@ def register(
     def made(caller: int, **more: Any) -> Op:
         return native_op(
             name, parameters, defaults, kernel, caller,
-            range_name=range_name, any_rows=any_rows, **more,
+            range_name=range_name, any_rows=any_rows, family=family, **more,
         )  # fmt: skip
 
     quick: Any = registered

@@ -25,9 +25,11 @@ class Steps:
 
     Args:
         values: the arguments of the native op, lists of tensors among them. None: nothing is recorded.
+        family: what all calls share that differ from this one by rows alone; None: nothing is known.
     """
 
-    def __init__(self, values: Iterable[Any] | None = None) -> None:
+    def __init__(self, values: Iterable[Any] | None = None, family: bytes | None = None) -> None:
+        self.family = family
         self._kept: list[Tensor] = []  # by slot; held, or another tensor could get the same id
         self._slots: dict[int, int] = {}
         self._before: list[Any] = []

@@ -53,7 +53,8 @@ class World:
         ended: whether it has been closed.
         on_end: called once, when it begins to close.
         planned: plans of this world's calls by what was asked for; ``plans``: what makes them, by all
-            but sizes. Both belong to ``mkernel.ops``.
+            but sizes; ``families``: what checks found of a call, which stands for all that differ from
+            it by rows alone. They belong to ``mkernel.ops``.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class World:
         self.settings = settings
         self.planned: TwoGenerationCache[Hashable, LaunchPlan] = TwoGenerationCache()
         self.plans: TwoGenerationCache[Hashable, Plans] = TwoGenerationCache()
+        self.families: TwoGenerationCache[bytes, Any] = TwoGenerationCache()
         self._key = key
         self._stores = [innermost(store) for store in stores]
         self._failure = FailureMonitor(self.rank, self.size, settings.timeout_s, stores, key)

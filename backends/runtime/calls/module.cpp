@@ -200,16 +200,16 @@ PyObject* call_op(PyObject* self, PyObject* const* arguments, std::size_t flags,
 
 PyObject* make_op(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
     PyObject *name, *parameters, *defaults, *functions, *paths, *python, *profiler, *profiling,
-        *named, *rows;
+        *named, *rows, *family;
     int group = 0, caller = 0;
     static const char* const names[] = {
         "name",   "parameters", "defaults",  "group", "caller",   "functions", "paths",
-        "python", "profiler",   "profiling", "named", "any_rows", nullptr};
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "UO!O!iiO!O!OO!O!OO:Op",
-                                     const_cast<char**>(names), &name, &PyTuple_Type, &parameters,
-                                     &PyTuple_Type, &defaults, &group, &caller, &PyDict_Type,
-                                     &functions, &PyDict_Type, &paths, &python, &PyDict_Type,
-                                     &profiler, &PyDict_Type, &profiling, &named, &rows)) {
+        "python", "profiler",   "profiling", "named", "any_rows", "family",    nullptr};
+    if (!PyArg_ParseTupleAndKeywords(
+            arguments, keywords, "UO!O!iiO!O!OO!O!OO!O!:Op", const_cast<char**>(names), &name,
+            &PyTuple_Type, &parameters, &PyTuple_Type, &defaults, &group, &caller, &PyDict_Type,
+            &functions, &PyDict_Type, &paths, &python, &PyDict_Type, &profiler, &PyDict_Type,
+            &profiling, &named, &PyFrozenSet_Type, &rows, &PyFrozenSet_Type, &family)) {
         return nullptr;
     }
     Reference self = Reference::owned(type->tp_alloc(type, 0));
@@ -232,9 +232,13 @@ PyObject* make_op(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
     made->profiling = Reference::shared(profiling);
     for (int each = 0; each < PyTuple_GET_SIZE(parameters); ++each) {
         const Reference number = Reference::owned(PyLong_FromLong(each));
-        const int found = number ? PySet_Contains(rows, number.get()) : -1;
-        if (found < 0) return nullptr;
-        if (found == 1) made->any_rows |= std::uint64_t{1} << each;
+        if (!number) return nullptr;
+        for (const auto& [numbers, bits] :
+             {std::pair{rows, &made->any_rows}, std::pair{family, &made->family}}) {
+            const int found = PySet_Contains(numbers, number.get());
+            if (found < 0) return nullptr;
+            if (found == 1) *bits |= std::uint64_t{1} << each;
+        }
     }
     if (group < 0 || group >= PyTuple_GET_SIZE(parameters)) {
         PyErr_SetString(PyExc_ValueError, "group: not the number of a parameter");

@@ -122,8 +122,8 @@ Answer Op::sign_tensor(const CallPath& path, PyObject* tensor, bool grad, bool r
     return path.place(view, signature);
 }
 
-Answer Op::sign(const CallPath& path, const std::vector<PyObject*>& values, Signature& signature,
-                Slots& slots, bool& records) const {
+Answer Op::sign(const CallPath& path, const std::vector<PyObject*>& values, std::uint64_t loose,
+                Signature& signature, Slots& slots, bool& records) const {
     signature.add(name.get());
     signature.add(static_cast<std::uint64_t>(caller >= Caller::torch));
     const Answer grad = path.torch.records();
@@ -132,7 +132,7 @@ Answer Op::sign(const CallPath& path, const std::vector<PyObject*>& values, Sign
     for (std::size_t i = 0; i < values.size(); ++i) {
         PyObject* const value = values[i];
         if (static_cast<int>(i) == group) continue;
-        const bool rows = (any_rows >> i & 1) != 0;
+        const bool rows = (loose >> i & 1) != 0;
         Answer answer = Answer::yes;
         if (path.torch.is_plain(value)) {
             answer = sign_tensor(path, value, recorded, rows, signature, slots, records);
@@ -163,27 +163,43 @@ Answer Op::sign(const CallPath& path, const std::vector<PyObject*>& values, Sign
     return path.torch.is_current(slots.given[0].device);
 }
 
-PyObject* Op::make(const std::vector<PyObject*>& values, const Signature* signature) const {
+Reference Op::family_of(const CallPath& path, const std::vector<PyObject*>& values) const {
+    Signature signature;
+    Slots slots;
+    bool records = false;
+    if (family == 0) return Reference::shared(Py_None);
+    const Answer signed_ = sign(path, values, any_rows | family, signature, slots, records);
+    if (signed_ == Answer::raised) return Reference();
+    if (signed_ == Answer::no) return Reference::shared(Py_None);
+    const auto& words = signature.words();
+    return Reference::owned(
+        PyBytes_FromStringAndSize(reinterpret_cast<const char*>(words.data()),
+                                  static_cast<Py_ssize_t>(words.size() * sizeof(words[0]))));
+}
+
+PyObject* Op::make(const std::vector<PyObject*>& values, const Signature* signature,
+                   const CallPath* path) const {
     const Reference all = tuple_of(values);
-    Reference told = Reference::shared(Py_None);
+    Reference told = Reference::shared(Py_None), like = Reference::shared(Py_None);
     if (signature != nullptr) {
         auto kept = std::make_unique<Signature>(*signature);
         told = Reference::owned(PyCapsule_New(kept.get(), kSignatureCapsule, [](PyObject* capsule) {
             delete static_cast<Signature*>(PyCapsule_GetPointer(capsule, kSignatureCapsule));
         }));
         if (told) kept.release();
+        like = family_of(*path, values);
     }
-    if (!all || !told) return nullptr;
-    return PyObject_CallFunctionObjArgs(python.get(), all.get(), told.get(), nullptr);
+    if (!all || !told || !like) return nullptr;
+    return PyObject_CallFunctionObjArgs(python.get(), all.get(), told.get(), like.get(), nullptr);
 }
 
 PyObject* Op::call(PyObject* const* arguments, std::size_t count, PyObject* names) const {
     std::vector<PyObject*> values;
     const bool keys = caller == Caller::graph;
     if (!bind(arguments + keys, count - keys, names, values)) return nullptr;
-    const auto by_python = [&](const Signature* signature) {
+    const auto by_python = [&](const Signature* signature, const CallPath* path = nullptr) {
         if (keys) return PyObject_Vectorcall(python.get(), arguments, count, names);
-        return make(values, signature);
+        return make(values, signature, path);
     };
     if (is_profiled()) {
         if (keys) return by_python(nullptr);
@@ -206,7 +222,7 @@ PyObject* Op::call(PyObject* const* arguments, std::size_t count, PyObject* name
     Signature signature;
     Slots slots;
     bool records = false;
-    const Answer signed_ = sign(*path, values, signature, slots, records);
+    const Answer signed_ = sign(*path, values, any_rows, signature, slots, records);
     if (signed_ == Answer::raised) return nullptr;
     if (signed_ == Answer::no) return by_python(nullptr);
     if (records) {
@@ -214,7 +230,7 @@ PyObject* Op::call(PyObject* const* arguments, std::size_t count, PyObject* name
         return PyObject_Vectorcall(record.get(), values.data(), values.size(), nullptr);
     }
     const std::shared_ptr<const KnownCall> known = path->find(signature);
-    if (known == nullptr) return by_python(&signature);
+    if (known == nullptr) return by_python(&signature, path);
     PyObject* const result = path->run(*known, slots);
     if (result != nullptr || PyErr_Occurred()) return result;
     return by_python(nullptr);

@@ -17,6 +17,8 @@ class Signature {
         add(static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(object)));
     }
 
+    [[nodiscard]] const std::vector<std::uint64_t>& words() const { return words_; }
+
     bool operator==(const Signature& other) const { return words_ == other.words_; }
     [[nodiscard]] std::size_t hash() const {
         std::uint64_t hash = words_.size();

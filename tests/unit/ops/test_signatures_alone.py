@@ -12,6 +12,7 @@ from torch import Tensor
 
 import mkernel
 from mkernel.errors import MkernelError
+from mkernel.ops.gemm import GemmOp
 from mkernel.ops.registration import ops
 from mkernel.world.world import World
 
@@ -73,3 +74,54 @@ def test_values_are_no_part_of_it(alone: World) -> None:
     with plans(of_all=False) as planned:
         assert float(call(3.0).max()) == 3.0
     assert planned == []
+
+
+def rows(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(64.0 * count, dtype=dtype).reshape(count, 64)
+
+
+UNLIKE: dict[str, Callable[[int], Tensor]] = {
+    "one row": lambda count: mkernel.gemm_all_reduce(rows(1), torch.eye(64)),
+    "gaps": lambda count: mkernel.gemm_all_reduce(rows(2 * count)[::2], torch.eye(64)),
+    "columns": lambda count: mkernel.gemm_all_reduce(rows(64).t()[:count], torch.eye(64)),
+    "dtype": lambda count: mkernel.gemm_all_reduce(
+        rows(count, torch.float64), torch.eye(64, dtype=torch.float64)
+    ),
+    "more columns": lambda count: mkernel.gemm_all_reduce(rows(count), torch.ones(64, 80)),
+    "bias": lambda count: mkernel.gemm_all_reduce(rows(count), torch.eye(64), bias=WEIGHT),
+    "dimensions": lambda count: mkernel.gemm_all_reduce(rows(count)[:, None], torch.eye(64)),
+    "another op": lambda count: mkernel.gemm_reduce_scatter(rows(count), torch.eye(64)),
+    "gathers": lambda count: mkernel.all_gather_gemm(rows(count), torch.eye(64)),
+    "along dimension 1": lambda count: mkernel.all_gather_gemm(
+        rows(3 * count).view(count, 3, 64), torch.eye(64), gather_dim=1
+    ),
+}
+
+
+def test_calls_that_differ_by_rows_alone_are_checked_once(
+    alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, checked = GemmOp.check, []
+    monkeypatch.setattr(GemmOp, "check", lambda *given: checked.append(1) or check(*given))
+
+    def checks(call: Callable[[int], Tensor], count: int) -> int:
+        checked.clear()
+        alone.path.forget()  # else native code makes a call that it knows
+        found = call(count)
+        wanted = rows(count).sum(1) if found.shape[-1] == 80 else None
+        if wanted is not None:
+            torch.testing.assert_close(found, wanted[:, None].expand(count, 80))
+        return len(checked)
+
+    alone.families.clear()
+
+    def usual(count: int) -> Tensor:
+        found = mkernel.gemm_all_reduce(rows(count), torch.eye(64))
+        torch.testing.assert_close(found, rows(count))
+        return found
+
+    assert [checks(usual, count) for count in (8, 12, 3, 40, 2)] == [1, 0, 0, 0, 0]
+    for name, call in UNLIKE.items():
+        assert checks(call, 8) == 1, name
+        assert checks(call, 12) == (name == "one row"), name
+    assert checks(usual, 7) == 0
