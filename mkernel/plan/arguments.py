@@ -141,7 +141,7 @@ def exchanges(wanted: str, op: OpName, nodes: int, ranks_per_node: int) -> tuple
 def way_home(op: str, sizes: Mapping[str, Any]) -> tuple[Mapping[str, Any], Returns | None]:
     """Split the wish ``returns`` off the sizes and options of GEMM+combine: how results come home.
     Returns the other sizes and options, and the wish or None. Raises ArgumentError."""
-    if canonical(op) != "moe_gemm_combine" or "returns" not in sizes:
+    if "returns" not in sizes or canonical(op) != "moe_gemm_combine":
         return sizes, None
     wanted = sizes["returns"]
     if wanted not in get_args(Returns):

@@ -12,6 +12,8 @@ from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Accelerator, KindName, Model
 from mkernel.topology.sources.chips import architecture, described
 
+_EVERY_WAY: tuple[Returns, ...] = get_args(Returns)
+
 
 class AcceleratorCapabilities(Model):
     """The capabilities that an accelerator backend claims; the conformance kit holds it to exactly
@@ -169,7 +171,7 @@ class AcceleratorCapabilities(Model):
 
     def ways_home(self, nodes: int) -> tuple[Returns, ...]:
         """Return how results of MoE GEMM+combine may come home in a world of so many nodes."""
-        return self.far_returns if nodes > 1 else get_args(Returns)
+        return self.far_returns if nodes > 1 else _EVERY_WAY
 
     def takes_attention(self, op: str, shape: AttentionShape, world: int) -> bool:
         """Return whether the backend takes an attention shape that is legal at all."""

@@ -9,6 +9,7 @@ Times are microseconds and *predicted*; sizes are bytes unless a name says other
 from __future__ import annotations
 
 from functools import cached_property
+from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
@@ -389,6 +390,8 @@ class CommonPart(Model):
 
 _OF_A_RANK = {"prediction", "copies"}
 """Fields of a plan that ranks need not share."""
+_OF_SIZES = {"shape", "schedule"}
+"""Fields that differ between plans of one op, if ranks share them."""
 
 
 class LaunchPlan(CommonPart):
@@ -424,11 +427,25 @@ class LaunchPlan(CommonPart):
         copies, which peers do not see."""
         return self.model_dump(mode="json", exclude=_OF_A_RANK)
 
+    def like(self, shape: Shape, times: Prediction | None, schedule: Schedule) -> Self:
+        """Return this plan with other sizes, and what was decided for them, unchecked."""
+        own = {"shape": shape, "prediction": times, "schedule": schedule}
+        made = self.model_copy(update=own)
+        made.__dict__["_rest"] = self._rest
+        return made
+
     @cached_property
     def _digest(self) -> str:
+        own = self.model_dump_json(include=_OF_SIZES)
+        return sha256(f"{self._rest} {own}".encode()).hexdigest()
+
+    @cached_property
+    def _rest(self) -> str:
+        """The digest of all that plans of other sizes share with this one."""
         # All plans of a world have these two, which grow with it.
         placement, routes = self.placement.fingerprint, self.routes.fingerprint
-        own = self.model_dump(mode="json", exclude={*_OF_A_RANK, "placement", "routes"})
+        others = {*_OF_A_RANK, *_OF_SIZES, "placement", "routes"}
+        own = self.model_dump(mode="json", exclude=others)
         return fingerprint(own | {"placement": placement, "routes": routes})
 
     @model_validator(mode="after")

@@ -38,7 +38,7 @@ BACKWARD: dict[OpName, OpName] = {
 }
 """Ops that compute another's gradients, with its sizes; the GEMM ops are each other's. Autograd
 calls them."""
-_FORWARD = {backward: forward for forward, backward in BACKWARD.items()}
+_FORWARD: dict[str, OpName] = {backward: forward for forward, backward in BACKWARD.items()}
 
 
 READS_OF: dict[str, OpName] = dict.fromkeys(
@@ -57,7 +57,7 @@ same accelerator."""
 
 def forward(op: str) -> str:
     """Return the op whose gradients this one computes; the op itself if it computes none."""
-    return _FORWARD.get(cast(OpName, op), op)
+    return _FORWARD.get(op, op)
 
 
 def named() -> str:

@@ -421,11 +421,11 @@ class Plans:
     def _launched(
         self, common: CommonPart, times: Prediction | None, schedule: Schedule
     ) -> LaunchPlan:
-        own: dict[str, Any] = {"prediction": times, "schedule": schedule}
         made = self._launches.get(common.path)
         if made is not None:
-            return made.model_copy(update={"shape": common.shape, **own})
-        made = self._launches[common.path] = LaunchPlan(**{**vars(common), **own})
+            return made.like(common.shape, times, schedule)
+        own = {**vars(common), "prediction": times, "schedule": schedule}
+        made = self._launches[common.path] = LaunchPlan(**own)
         return made
 
     def _predicted(self, asked: _Asked) -> tuple[PathName, Mapping[PathName, Prediction]]:
@@ -548,8 +548,7 @@ def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Altern
     """Return both paths as alternatives if the backend has two and their times are known."""
     if times is None or times.fused_us is None or times.library_us is None:
         return ()
-    both: dict[PathName, float] = {"fused": times.fused_us, "library": times.library_us}
-    return tuple(
-        Alternative(decision="path", option=name, predicted_us=time, chosen=name == path)
-        for name, time in both.items()
+    return (
+        Alternative("path", "fused", times.fused_us, path == "fused"),
+        Alternative("path", "library", times.library_us, path == "library"),
     )

@@ -14,7 +14,7 @@ from mkernel.topology.cost import MachineConstants
 from mkernel.topology.routes import SharedLinks
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Alternative:
     """An option that a plan could have taken. ``predicted_us`` is the call's time with it, if
     everything else stays as decided; None if the model has no time for it."""
