@@ -1,4 +1,4 @@
-// Closed forms of the times of products on one device. Times are microseconds, bandwidths GB/s.
+// Closed forms of the times of products on one device, and of exchanges between devices. Times are microseconds, bandwidths GB/s.
 //
 // Ranks that make the same plan must find the same times, on whatever machine: integers of 128 bits, which
 // hold what sizes of 31 bits multiply to, and IEEE doubles in the order that is written here, which the
@@ -6,7 +6,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -186,6 +188,82 @@ class Products {
         const double deep =
             streamed->depth_us * static_cast<double>(k) / static_cast<double>(parts) / 1e3;
         return deep + std::max(*multiplied, loaded_us) + written + added;
+    }
+};
+
+// Exchanges between the ranks of one node, by the constants of one path (class PathConstants). Bytes are those
+// that a rank sends to each peer.
+struct Exchanges {
+    // A way that takes at most so many bytes of all ranks together, as a rank counts them.
+    struct Mail {
+        Size most_bytes;
+        double egress_gbs, latency_us;
+
+        bool takes(double nbytes) const {
+            return std::ceil(nbytes) <= static_cast<double>(most_bytes);
+        }
+        double sent_us(double nbytes) const { return latency_us + nbytes / (egress_gbs * 1e3); }
+    };
+
+    double egress_gbs, exchange_us;
+    std::optional<double> scattered_sums_gbs;
+    std::optional<std::pair<Size, Size>> one_shot;  // most_bytes, most_more_bytes
+    std::optional<std::pair<Size, double>> brief;   // most_bytes, less_us
+    std::optional<Mail> mail, mail_twice;
+
+    // One exchange: by mail where that takes it, else with flags.
+    double once_us(double nbytes, Size world) const {
+        const auto ranks = static_cast<double>(world);
+        if (mail && mail->takes(ranks * nbytes)) return mail->sent_us((ranks - 1) * nbytes);
+        return flags_us(nbytes, world) - saved_us(ranks * nbytes);
+    }
+
+    // A reduce-scatter. `ratio`: bytes of a sum by those of a term; terms that came are read and added.
+    double scattered_us(double nbytes, double ratio, Size world) const {
+        const double moved = nbytes * (static_cast<double>(world) + ratio);
+        return once_us(nbytes, world) +
+               (scattered_sums_gbs ? moved / (*scattered_sums_gbs * 1e3) : 0.0);
+    }
+
+    // An all-reduce: of `whole` bytes at once where that is little, else terms and then their sums.
+    double reduced_us(double terms, double sums, double whole, Size world) const {
+        if (one_shot) {
+            const auto nbytes = static_cast<Wide>(std::nearbyint(whole));
+            if (nbytes <= one_shot->first && nbytes * (world - 2) <= one_shot->second) {
+                return once_us(whole, world);
+            }
+        }
+        const double by_flags = twice_by_flags_us(terms, sums, world);
+        return std::min(by_flags, twice_by_mail_us(terms, sums, world));
+    }
+
+    // Whether both exchanges of an all-reduce go by mail.
+    bool twice_by_mail(double terms, double sums, Size world) const {
+        return world > 1 &&
+               twice_by_mail_us(terms, sums, world) < twice_by_flags_us(terms, sums, world);
+    }
+
+  private:
+    double flags_us(double nbytes, Size world) const {
+        return exchange_us + static_cast<double>(world - 1) * nbytes / (egress_gbs * 1e3);
+    }
+
+    // What a call saves that brings so many bytes to a rank.
+    double saved_us(double nbytes) const {
+        const bool few = brief && std::ceil(nbytes) <= static_cast<double>(brief->first);
+        return few ? brief->second : 0.0;
+    }
+
+    double twice_by_flags_us(double terms, double sums, Size world) const {
+        return flags_us(terms, world) + flags_us(sums, world) -
+               saved_us(static_cast<double>(world) * (terms + sums));
+    }
+
+    // Infinite where there are too many bytes, or no such way.
+    double twice_by_mail_us(double terms, double sums, Size world) const {
+        const double sent = static_cast<double>(world - 1) * (terms + sums);
+        if (!mail_twice || !mail_twice->takes(sent)) return std::numeric_limits<double>::infinity();
+        return mail_twice->sent_us(sent);
     }
 };
 

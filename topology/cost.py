@@ -67,10 +67,6 @@ class BriefCalls(Model):
     )
     less_us: float = Field(ge=0, description="than other calls take")
 
-    def saved_us(self, nbytes: int) -> float:
-        """Return the time saved in a call that brings ``nbytes`` to a rank."""
-        return self.less_us if nbytes <= self.most_bytes else 0.0
-
 
 class MailCalls(SendingRates):
     """Calls of one Lamport exchange, whose data announce their own arrival, and which are brief."""
@@ -93,10 +89,6 @@ class MailTwice(SendingRates):
         ge=0, description="that all peers send to one rank, in both exchanges together"
     )
     exchanges_us: float = Field(ge=0, description="latency of both exchanges between all ranks")
-
-    def takes(self, nbytes: int) -> bool:
-        """Return whether a call that brings ``nbytes`` to a rank qualifies."""
-        return nbytes <= self.most_bytes
 
 
 class LoadedLines(Model):
@@ -157,6 +149,20 @@ class PathConstants(SendingRates):
         if bool(self.tiles) == (self.streamed is not None):
             raise ValueError("a path has either tiles, at least one, or streamed")
         return self
+
+    @cached_property
+    def exchanges(self) -> _cost.Exchanges:
+        """Return the closed forms of exchanges on this path."""
+        once, brief, mail, twice = self.one_shot, self.brief, self.mail, self.mail_twice
+        return _cost.Exchanges(
+            self.egress_gbs,
+            self.exchange_us,
+            self.scattered_sums_gbs,
+            None if once is None else (once.most_bytes, once.most_more_bytes),
+            None if brief is None else (brief.most_bytes, brief.less_us),
+            None if mail is None else (mail.most_bytes, mail.egress_gbs, mail.exchange_us),
+            None if twice is None else (twice.most_bytes, twice.egress_gbs, twice.exchanges_us),
+        )
 
     @cached_property
     def products(self) -> _cost.Products:

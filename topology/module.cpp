@@ -1,4 +1,4 @@
-// The Python module `_cost`: closed forms of products' times, for planners.
+// The Python module `_cost`: closed forms of products' and exchanges' times, for planners.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -28,10 +28,24 @@ Products made(const std::vector<TileFields>& tiles, const std::optional<Streamed
     return products;
 }
 
+using MailFields = std::tuple<Size, double, double>;
+
+Exchanges exchanges_of(double egress_gbs, double exchange_us,
+                       std::optional<double> scattered_sums_gbs,
+                       std::optional<std::pair<Size, Size>> one_shot,
+                       std::optional<std::pair<Size, double>> brief,
+                       const std::optional<MailFields>& mail,
+                       const std::optional<MailFields>& mail_twice) {
+    Exchanges found{egress_gbs, exchange_us, scattered_sums_gbs, one_shot, brief, {}, {}};
+    if (mail) found.mail = std::make_from_tuple<Exchanges::Mail>(*mail);
+    if (mail_twice) found.mail_twice = std::make_from_tuple<Exchanges::Mail>(*mail_twice);
+    return found;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cost, m) {
-    m.doc() = "Closed forms of products' times on one device (topology/cost.hpp).";
+    m.doc() = "Closed forms of products' and exchanges' times (topology/cost.hpp).";
     m.def("gemm_tile_us", &gemm_tile_us, "tile_m"_a, "tile_n"_a, "k"_a, "tflops_per_core"_a);
     m.def("gemm_us", &gemm_us, "m"_a, "n"_a, "k"_a, py::kw_only(), "tile_m"_a, "tile_n"_a,
           "cores"_a, "tflops_per_core"_a, "memory_gbs"_a, "itemsize"_a, "out_itemsize"_a);
@@ -42,6 +56,13 @@ PYBIND11_MODULE(_cost, m) {
     py::class_<Overlapped>(m, "Overlapped")
         .def_readonly("product", &Overlapped::product)
         .def_readonly("pipelined_us", &Overlapped::pipelined_us);
+    py::class_<Exchanges>(m, "Exchanges")
+        .def(py::init(&exchanges_of), "egress_gbs"_a, "exchange_us"_a, "scattered_sums_gbs"_a,
+             "one_shot"_a, "brief"_a, "mail"_a, "mail_twice"_a)
+        .def("once_us", &Exchanges::once_us, "nbytes"_a, "world"_a)
+        .def("scattered_us", &Exchanges::scattered_us, "nbytes"_a, "ratio"_a, "world"_a)
+        .def("reduced_us", &Exchanges::reduced_us, "terms"_a, "sums"_a, "whole"_a, "world"_a)
+        .def("twice_by_mail", &Exchanges::twice_by_mail, "terms"_a, "sums"_a, "world"_a);
     py::class_<Products>(m, "Products")
         .def(py::init(&made), "tiles"_a, "streamed"_a, "loaded"_a, "splits"_a, "tile_us"_a,
              "split_us"_a)

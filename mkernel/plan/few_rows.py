@@ -10,6 +10,7 @@ where more parts would want a second wave.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from mkernel.topology.cost import FewRowsConstants, transfer_us
@@ -38,6 +39,7 @@ class Cut(NamedTuple):
         return self.weights_us + (self.waves - 1) * few.wave_us
 
 
+@lru_cache(maxsize=256)
 def cut(n: int, k: int, itemsize: int, cores: int, few: FewRowsConstants) -> Cut:
     """Return the fastest cut for weights [k, n] of ``itemsize`` bytes an element on ``cores``
     cores; of several that are as fast, the one of fewest parts. Weights come no faster than memory

@@ -271,49 +271,16 @@ def _exchanges_us(
     if world == 1:
         return 0.0
     sent = payloads(op, shape, dtype, world, partials=partials, results=results)
-
-    def once_us(nbytes: float) -> float:
-        mail = path.mail
-        if mail is not None and mail.takes(math.ceil(world * nbytes)):
-            return transfer_us((world - 1) * nbytes, mail.egress_gbs, mail.exchange_us)
-        return _by_flags_us((nbytes,), world, path)
-
-    if op == "gemm_all_reduce" and path.one_shot is not None:
-        whole = payloads(op, shape, dtype, world, partials=partials, one_exchange=True).scatter
-        if path.one_shot.takes(round(whole), world):
-            return once_us(whole)
     if op == "all_gather_gemm":
-        return once_us(sent.gather)
+        return path.exchanges.once_us(sent.gather, world)
     if op == "gemm_reduce_scatter":
-        moved = sent.scatter * (world + DTYPE_BYTES[results] / DTYPE_BYTES[partials])
-        added = moved / (path.scattered_sums_gbs * 1e3) if path.scattered_sums_gbs else 0.0
-        return once_us(sent.scatter) + added
-    by_flags = _by_flags_us((sent.scatter, sent.spread), world, path)
-    return min(by_flags, _twice_by_mail_us(sent.scatter, sent.spread, world, path))
+        ratio = DTYPE_BYTES[results] / DTYPE_BYTES[partials]
+        return path.exchanges.scattered_us(sent.scatter, ratio, world)
+    whole = payloads(op, shape, dtype, world, partials=partials, one_exchange=True).scatter
+    return path.exchanges.reduced_us(sent.scatter, sent.spread, whole, world)
 
 
 def twice_by_mail(part: float, sums: float, world: int, path: PathConstants) -> bool:
     """Return whether the two exchanges of an all-reduce go by mail. ``part`` and ``sums`` are the
     bytes that a rank sends to each peer as terms and as sums."""
-    if world == 1:
-        return False
-    by_flags = _by_flags_us((part, sums), world, path)
-    return _twice_by_mail_us(part, sums, world, path) < by_flags
-
-
-def _twice_by_mail_us(part: float, sums: float, world: int, path: PathConstants) -> float:
-    """Return the time of both exchanges by mail; infinite if they have too many bytes, or there is
-    no such way."""
-    mail, sent = path.mail_twice, (world - 1) * (part + sums)
-    if mail is None or not mail.takes(math.ceil(sent)):
-        return math.inf
-    return transfer_us(sent, mail.egress_gbs, mail.exchanges_us)
-
-
-def _by_flags_us(sent: Collection[float], world: int, path: PathConstants) -> float:
-    """Return the time of successive exchanges, given the bytes of each to each peer."""
-    waited = sum(
-        transfer_us((world - 1) * nbytes, path.egress_gbs, path.exchange_us) for nbytes in sent
-    )
-    come = math.ceil(world * sum(sent))
-    return waited - (0.0 if path.brief is None else path.brief.saved_us(come))
+    return path.exchanges.twice_by_mail(part, sums, world)

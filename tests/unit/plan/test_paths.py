@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
+import struct
 from importlib.resources import files
 from typing import Any
 
@@ -15,7 +18,15 @@ from mkernel import settings
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan import paths, render
 from mkernel.plan.model import GemmShape, LaunchPlan, OpName, PathChoice, Scales, first_difference
-from mkernel.topology.cost import BriefCalls, MachineConstants, MailCalls, MailTwice, OneShot
+from mkernel.topology.cost import (
+    BriefCalls,
+    MachineConstants,
+    MailCalls,
+    MailTwice,
+    OneShot,
+    PathConstants,
+    Tile,
+)
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 HOPPER = CAPABILITIES.model_copy(
@@ -498,3 +509,34 @@ def test_a_tile_of_a_cluster_counts_all_of_its_rows() -> None:
 def test_small_results_of_experts_come_home_in_the_dtype_of_sums() -> None:
     found = [paths.partials_of_experts(n, "float16", "float32") for n in (4095, 4096, 4097)]
     assert found == ["float32", "float16", "float16"]
+
+
+def test_every_machine_finds_the_same_bits_of_exchanges() -> None:
+    """Ranks plan by these times. The digest is that of the same formulas in Python, before they were
+    native."""
+    draw, found = random.Random(56), hashlib.sha256()
+    mail = MailCalls(most_bytes=90_001, egress_gbs=83.3, exchange_us=3.1)
+    twice = MailTwice(most_bytes=300_003, egress_gbs=97.7, exchanges_us=5.3)
+    common = {"start_us": 1.0, "tiles": (Tile(rows=1, columns=1, tflops_per_core=1.0),)}
+    ways = {
+        "mail": mail, "mail_twice": twice, "scattered_sums_gbs": 1777.7,
+        "one_shot": OneShot(most_bytes=200_002, most_more_bytes=500_005),
+        "brief": BriefCalls(most_bytes=150_005, less_us=0.7),
+    }  # fmt: skip
+    for _ in range(300):
+        some = {name: way for name, way in ways.items() if draw.random() < 0.7}
+        path = PathConstants(egress_gbs=draw.uniform(9, 400), exchange_us=3.3, **common, **some)
+        world = draw.choice((2, 3, 8))
+        m, n, k = (draw.randint(1, 1 << draw.randint(3, 12)) for _ in range(3))
+        partials = draw.choice(("float32", "bfloat16"))
+        times = [
+            paths._exchanges_us(
+                op, GemmShape(m=m * world, n=n, k=k), "bfloat16", partials, "bfloat16", world, path
+            )
+            for op in OPS
+        ]
+        found.update(struct.pack("<3d", *times))
+    assert found.hexdigest() == BITS
+
+
+BITS = "e8a5b10bb32fd68108983f130efc47e6f7cd27595ed9274bfe1c6237605c38c4"
