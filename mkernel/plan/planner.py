@@ -268,7 +268,7 @@ class Plans:
         return self._common(self._shape(sizes), path)
 
     def _shape(self, sizes: Mapping[str, Any]) -> Shape:
-        """Check sizes, and what is said of a call only after them."""
+        """Check sizes, and then what :attr:`library` does."""
         around = self.around
         shape = shape_of(self.op, sizes, self.ranks, self.dtype, self.out_dtype, self.claims)
         columns = None
@@ -276,7 +276,7 @@ class Plans:
             columns = shape.n
             check_blocks(around.scales, shape.k)
         check_around(self.op, around, columns)
-        assert self.library is not None
+        _ = self.library
         return shape
 
     @cached_property
