@@ -39,7 +39,7 @@ class TwoGenerationCache(dict[K, V | None]):
             self._before = dict(self)
             self.clear()
             self.forgets()
-        super().__setitem__(key, value)
+        dict.__setitem__(self, key, value)
 
     def kept(self) -> int:
         """Return the number of values that are kept."""

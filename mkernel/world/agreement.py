@@ -190,10 +190,10 @@ def _check(
     claims: AcceleratorCapabilities,
 ) -> None:
     found = tuple(tensor.shape)
-    fits = len(found) == len(wanted.shape) and all(
-        size in (None, there) for size, there in zip(wanted.shape, found, strict=True)
-    )
-    if not fits:
+    if found != wanted.shape and (
+        len(found) != len(wanted.shape)
+        or any(size not in (None, there) for size, there in zip(wanted.shape, found, strict=True))
+    ):
         raise ShapeError(name, found, f"{wanted.shape}, as planned")
     if str(tensor.dtype).removeprefix("torch.") not in wanted.dtypes:
         raise DtypeError(name, tensor.dtype, f"{' or '.join(wanted.dtypes)}, as planned")

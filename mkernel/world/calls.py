@@ -171,33 +171,35 @@ class Calls:
             self._agreement.enter(plan, tensors, places)
             memory = self._heap.of_plan(plan)
             arena = memory.arena
-            call = found["call"] = Call(
-                plan=plan,
-                rank=self._rank,
-                tensors=tensors,
-                epoch=0,
-                number=0,
-                pad=self._pad,
-                workspace=arena.buffer.local.address if arena else 0,
-                areas=arena.offsets if arena else (),
-                peers=memory.peers,
-                region=memory.region,
-                staging=memory.staging.local.address if memory.staging else 0,
-                fifo=self._fifo,
-                ordered=self._ordered,
-                timeout_s=0.0,
-                view=view,
-                trace=trace,
-                timed=wait or view != "pipelined",
-                options=options,
-                group=self._group,
-                symmetric={name: self._heap.everywhere(place) for name, place in places.items()},
-            )
             key = found["key"] = self._failure.call[1]
             found["kind"] = self.counters.of(key, plan)
 
             def start(number: int, epoch: int, timeout_s: float, _: object) -> Launch:
-                launch = self._launch(call, number, epoch, timeout_s, tensors)
+                call = found["call"] = Call(
+                    plan=plan,
+                    rank=self._rank,
+                    tensors=tensors,
+                    epoch=epoch,
+                    number=number,
+                    pad=self._pad,
+                    workspace=arena.buffer.local.address if arena else 0,
+                    areas=arena.offsets if arena else (),
+                    peers=memory.peers,
+                    region=memory.region,
+                    staging=memory.staging.local.address if memory.staging else 0,
+                    fifo=self._fifo,
+                    ordered=self._ordered,
+                    timeout_s=timeout_s,
+                    view=view,
+                    trace=trace,
+                    timed=wait or view != "pipelined",
+                    options=options,
+                    group=self._group,
+                    symmetric={
+                        name: self._heap.everywhere(place) for name, place in places.items()
+                    },
+                )
+                launch = self._accelerator.launch(call)
                 found["kind"].count()
                 return launch
 
