@@ -251,7 +251,9 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         """Apply the layers. Raises the errors of :class:`ColumnParallelLinear`."""
         own = [features // self._ranks for features in self.layers.values()]
-        return torch.split(super().forward(x), own, dim=-1)
+        y, dim = super().forward(x), self._split_dim or 0
+        # So autograd puts the gradients of the parts together in the order in which they travel.
+        return tuple(each.movedim(0, dim) for each in torch.split(y.movedim(dim, 0), own, dim=-1))
 
     def merged(self, wholes: Mapping[str, Tensor]) -> Tensor | None:
         """Merge the single layers' parameters, or this rank's parts of them, into one of this

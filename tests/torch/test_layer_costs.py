@@ -104,9 +104,8 @@ LAYERS = {
     # Ranks share an inner dimension. What enters a pass is put in the order in which it travels, the
     # input and the result's gradient; and the input's gradient in that of the input.
     "pair of batches": sharded(lambda: Pair(sequence_dim=1), B, PART, H, copies=(1, 2)),
-    # And the gradient of what two layers made, one copy for its two readers. Inductor writes what it
-    # computes in the order in which that travels.
-    "mlp of batches": sharded(lambda: ParallelMLP(H, INNER), B, PART, H, copies=(1, 3))._replace(
+    # Inductor writes what it computes in the order in which that travels.
+    "mlp of batches": sharded(lambda: ParallelMLP(H, INNER), B, PART, H, copies=(1, 2))._replace(
         otherwise={"inductor": (Costs(ONE_EACH, 0), Costs(ONE_EACH, 2))}
     ),
     "pair that keeps nothing": sharded(lambda: Pair(save_gathered=False), PART, H, gathers=2),
