@@ -336,6 +336,8 @@ def check_around(op: OpName, around: Around, columns: int | None) -> None:
     Args:
         columns: columns of the product that is launched.
     """
+    if around == NOTHING:
+        return
     _check_norm(op, around.norm)
     if op not in _GEMMS:
         for argument, value in around._replace(norm=None)._asdict().items():

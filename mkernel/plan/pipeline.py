@@ -117,10 +117,10 @@ class Chunking(Tiling):
     chunks_per_rank: int = Field(ge=1)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Pipeline:
     """The pipeline of a call on one rank: which ranks are consumed when, in which pieces, on how
-    many cores.
+    many cores. No code changes one; it is not frozen, since each plan would pay for that.
 
     Attributes:
         order: order of the ranks whose data is consumed.

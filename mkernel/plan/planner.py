@@ -200,7 +200,7 @@ class Plans:
         self.claims = claims = capabilities.with_cores(world.cores)
         self.world, self.around, self.schedule = world, around, schedule
         self._accelerator, self._nic, self._verbs = accelerator, nic, verbs
-        self._path, self._exchange = path, exchange
+        self.path, self._exchange = cast(PathChoice, path), exchange
         if name not in claims.ops:
             raise Unsupported(
                 f"accelerator {accelerator!r} does not provide {name!r}; "
@@ -283,7 +283,7 @@ class Plans:
     def library(self) -> bool:
         """Return whether there is a library path. Raises what is wrong with the path and with NICs."""
         world, claims, name = self.world, self.claims, self.op
-        found = arguments.has_library_path(self._path, name, world.nodes, self._accelerator, claims)
+        found = arguments.has_library_path(self.path, name, world.nodes, self._accelerator, claims)
         if self.around.scales is not None and name in claims.library_ops and not found:
             raise Unsupported(
                 f"accelerator {self._accelerator!r} multiplies e4m3 operands on its library path, "
@@ -300,11 +300,6 @@ class Plans:
                         why=f"the world has {world.nodes} nodes",
                     )  # fmt: skip
         return found
-
-    @property
-    def path(self) -> PathChoice:
-        """Return the path that the caller wants."""
-        return cast(PathChoice, self._path)
 
     @property
     def _by_nics(self) -> bool:

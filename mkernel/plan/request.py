@@ -31,10 +31,10 @@ class TooLarge(Unsupported):
     path, if there is one."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ScheduleRequest:
-    """The inputs of a backend's schedule: it may depend on nothing else. They are the same on every
-    rank, and no device is needed.
+    """The inputs of a backend's schedule: it may depend on nothing else, and change none of them. They
+    are the same on every rank, and no device is needed.
 
     Attributes:
         plan: the part that all backends share; its ``prediction`` is None.

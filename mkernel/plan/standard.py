@@ -62,16 +62,13 @@ def choose(
     times = [cost(option) for option in options]
     best = min(range(len(options)), key=times.__getitem__)
     chosen = best if times[best] < (1 - GAIN) * times[0] else 0
-    return options[chosen], tuple(
+    of_first = f"default, {by}" if by else "default"
+    return options[chosen], tuple([
         Alternative(
-            decision=decision,
-            option=name(option),
-            predicted_us=time,
-            chosen=number == chosen,
-            why=", ".join(filter(None, ("default" * (number == 0), by))),
+            decision, name(options[number]), times[number], number == chosen, by if number else of_first
         )
-        for number, (option, time) in enumerate(zip(options, times, strict=True))
-    )
+        for number in range(len(options))
+    ])  # fmt: skip
 
 
 MAX_CHUNKS = 128

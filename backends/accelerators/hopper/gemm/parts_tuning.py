@@ -37,11 +37,11 @@ class Times(NamedTuple):
 
 def ways(plan: CommonPart) -> tuple[int, ...]:
     """Return the numbers of parts of each rank in which a call may run, :data:`WHOLE` first."""
-    how = _MACHINE.parts
+    how, rows = _MACHINE.parts, rows_of(plan)
     if plan.world_size == 1:
         return (WHOLE,)
     chunks = how.chunks_of_16_bits if plan.scales is None else how.chunks
-    return (WHOLE, *(parts for parts in chunks if parts * how.least_rows <= rows_of(plan)))
+    return (WHOLE, *(parts for parts in chunks if parts * how.least_rows <= rows))
 
 
 def wished(plan: CommonPart, chunk: int) -> int:
