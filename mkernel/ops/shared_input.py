@@ -26,7 +26,7 @@ from torch.nn.functional import linear
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from mkernel.ops import validate
-from mkernel.ops.around import as_rows
+from mkernel.ops.around import as_rows, shaped
 from mkernel.ops.registration import group_name, ops, register_composite
 from mkernel.world.lifecycle import current
 from mkernel.world.torch_state import dispatch_modes, stream_of
@@ -192,12 +192,8 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
-    """Return rows, ``dim`` outermost, as a tensor of a shape but for its last dimension. One sequence
-    has a contiguous tensor's strides: torch's compiler compares also those that nobody uses."""
-    *lead, columns = *shape[:-1], rows.shape[-1]
-    if all(isinstance(size, int) and size == 1 for size in lead[:dim]):
-        return rows.view(*lead, columns)
-    return rows.view(lead[dim], *lead[:dim], *lead[dim + 1 :], columns).movedim(0, dim)
+    """Return rows, ``dim`` outermost, as a tensor of a shape but for its last dimension."""
+    return shaped(rows, [shape[dim], *shape[:dim], *shape[dim + 1 : -1]], dim)
 
 
 # ---- derivatives ---------------------------------------------------------------------------------
