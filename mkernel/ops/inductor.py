@@ -1,4 +1,4 @@
-"""How Inductor lowers communicating ops: the order of their calls, and what its code calls.
+"""The lowering of communicating ops by Inductor: the order of their calls, and what its code calls.
 
 Inductor adds a dependency from each effectful op to the one before. In torch 2.13 it notes it under the
 name of the op's buffer and looks it up under that of the operation, so that it is lost, and ops whose

@@ -105,7 +105,7 @@ class _Gradient:
 
 
 class _Shared:
-    """What is known of an input that a layer has multiplied.
+    """An input that a layer has multiplied, as the next ones find it.
 
     It holds neither the input nor its graph: layers' nodes hold the gradient. What was gathered lives
     no longer than the input, or until layers multiply another one.
@@ -148,7 +148,7 @@ class _Shared:
 
 
 _LAST = threading.local()
-"""Of each thread, what its layers shared last."""
+"""The last input that a thread's layers multiplied."""
 
 
 def _shared(x: Tensor, split: int | None, group: str, layer: object) -> _Shared:

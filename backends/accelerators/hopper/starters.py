@@ -1,4 +1,4 @@
-"""What native starters of calls take from Python: their tensors, and a plan's sums."""
+"""The tensors that native starters of calls take, and the sums of a plan as they take them."""
 
 from __future__ import annotations
 
