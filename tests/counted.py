@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
+from mkernel.plan import planner
 from mkernel.topology import kinds, placement, routing
 
 RESULTS = {"kinds": (kinds, "NodeKinds"), "place": (placement, "WorldPlacement")}
@@ -17,7 +18,10 @@ RESULTS["routes"] = (routing, "RouteTable")
 
 @contextlib.contextmanager
 def found() -> Iterator[Counter[str]]:
-    """Counts calls of ``node_kinds``, ``place`` and ``routes`` by anybody, however imported."""
+    """Counts calls of ``node_kinds``, ``place`` and ``routes`` by anybody, however imported. Plans keep
+    equal worlds: those of earlier tests are forgotten."""
+    for cache in (planner._plans, planner._planned, planner._links):
+        cache.cache_clear()
     counts: Counter[str] = Counter()
 
     def counting(name: str, made: Callable[..., Any]) -> Callable[..., Any]:

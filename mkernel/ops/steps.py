@@ -34,7 +34,7 @@ class Steps:
         self._slots: dict[int, int] = {}
         self._before: list[Any] = []
         self._after: list[Any] = []
-        self._output: tuple[int, tuple[int, ...], torch.dtype, Tensor] | None = None
+        self._output: tuple[int, tuple[int, ...], torch.dtype] | None = None
         self._launched: dict[str, int] = {}
         self._found: dict[str, int] = {}
         self._record: CallRecord | None = None
@@ -88,7 +88,7 @@ class Steps:
         may write it, if the accelerator has such memory for it."""
         function, arguments = world.allocation(plan, shape, like, dtype)
         made: Tensor = self.do(function, *arguments)
-        self._output = (len(self._before) - 1, shape, dtype, like)
+        self._output = (len(self._before) - 1, shape, dtype)
         return made
 
     def empty(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -42,8 +42,8 @@ class Program(NamedTuple):
         launched, found: slots of the launch's tensors, and of what it returns, by name.
         written: slots of the caller's tensors that the call writes to.
         result: a slot, or a tuple or list of such.
-        output: the number of the step that allocates ``out``, its shape, dtype, and a tensor on its
-            device; None: the caller gave it.
+        output: the number of the step that allocates ``out``, its shape and dtype; None: the caller
+            gave it.
     """
 
     slots: int
@@ -53,7 +53,7 @@ class Program(NamedTuple):
     found: Mapping[str, int]
     written: tuple[int, ...]
     result: Any
-    output: tuple[int, tuple[int, ...], torch.dtype, torch.Tensor] | None
+    output: tuple[int, tuple[int, ...], torch.dtype] | None
 
 
 class CallRecord(NamedTuple):
@@ -252,10 +252,11 @@ class Calls:
         def learn(signature: object, program: Program) -> None:
             before = program.before
             if program.output is not None:  # there may be memory for it by now
-                step, shape, dtype, like = program.output
-                function, arguments = self.allocation(template.plan, shape, like, dtype)
-                made = (function, arguments, (-1,) * len(arguments), None, before[step][-1])
-                before = (*before[:step], made, *before[step + 1 :])
+                step, shape, dtype = program.output
+                if (found := self._from_backend(template.plan, shape, dtype)) is not None:
+                    function, arguments = found
+                    made = (function, arguments, (-1,) * len(arguments), None, before[step][-1])
+                    before = (*before[:step], made, *before[step + 1 :])
             again = launch.again() if self._queues else None
             names, slots = tuple(program.launched), tuple(program.launched.values())
             if program.found or (again is not None and not set(names) <= set(again.tensors)):
@@ -299,10 +300,14 @@ class Calls:
         """Return the function and arguments that allocate a plan's ``out``, row-major and without
         contents, on the device of ``like``. That of a plan's first call is torch's: a backend has no
         memory for it yet, and would keep what it takes in its place."""
-        found = None
-        if self._heap.has_outputs(plan) and not is_torchs():
-            found = self._accelerator.allocation(plan, shape, dtype)
-        return found or allocation(shape, dtype, like)
+        return self._from_backend(plan, shape, dtype) or allocation(shape, dtype, like)
+
+    def _from_backend(
+        self, plan: LaunchPlan, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Any, tuple[Any, ...]] | None:
+        if not self._heap.has_outputs(plan) or is_torchs():
+            return None
+        return self._accelerator.allocation(plan, shape, dtype)
 
     def synchronize(self) -> None:
         """Wait until every call that this rank has made is over, those of replayed graphs too.

@@ -6,7 +6,6 @@ Torch's own names of these are private. Where one is missing calls go another wa
 from __future__ import annotations
 
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -55,8 +54,10 @@ def allocation(
     if quick is not None and (
         kind == "cpu" or (current is not None and current() == like.device.index)
     ):
-        strides = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
-        return quick, (tuple(shape), strides, dtype)
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.append(size * strides[-1])
+        return quick, (tuple(shape), tuple(reversed(strides[: len(shape)])), dtype)
     return partial(torch.empty, dtype=dtype, device=like.device), (shape,)
 
 

@@ -24,8 +24,17 @@ SUMMED = ("x", *STARTED[1:])
 def summed_rows(plan: LaunchPlan, blocks: int = 0) -> _hopper.SummedRows:
     """Return the rows that a plan sums, and their norm if the launch has one. ``blocks``: of the
     kernel that sums them by mail."""
-    norm = plan.norm if plan.norm is not None and plan.norm.step == "launch" else None
+    norm = plan.norm if _normalises(plan) else None
     made: _hopper.SummedRows = native().SummedRows(
         rows_of(plan, blocks), None if norm is None else norm.eps
     )
     return made
+
+
+def normed_rows(plan: LaunchPlan) -> _hopper.SummedRows | None:
+    """Return :func:`summed_rows` if the launch normalises them."""
+    return summed_rows(plan) if _normalises(plan) else None
+
+
+def _normalises(plan: LaunchPlan) -> bool:
+    return plan.norm is not None and plan.norm.step == "launch"

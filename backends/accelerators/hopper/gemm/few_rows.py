@@ -24,7 +24,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
 from mkernel.backends.accelerators.hopper.gemm.fused import Operands, pitches, scaling
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
-from mkernel.backends.accelerators.hopper.starters import summed_rows
+from mkernel.backends.accelerators.hopper.starters import normed_rows
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError, Unsupported
@@ -92,7 +92,7 @@ class FewRowsExecutor:
             context.control_block,
             self._calls,
             **pitches(self._plan, strides),
-            sums=summed_rows(self._plan),
+            sums=normed_rows(self._plan),
             inside=self._normalises,
         )
 

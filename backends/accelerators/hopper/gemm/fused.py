@@ -14,6 +14,7 @@ copied.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     ReduceSchedule,
     TilingName,
 )
-from mkernel.backends.accelerators.hopper.starters import summed_rows
+from mkernel.backends.accelerators.hopper.starters import normed_rows
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError, Unsupported
@@ -122,20 +123,24 @@ class AllGatherExecutor:
         self._world = device_world(call, context)
         self._product = _product(plan, how, how.tiling)
         rows = plan.gemm.m // plan.world_size
-        self._whole, self._schedule = made.AllGatherSchedule(rows, rows), schedule
-        self._sent = made.AllGatherSchedule(rows, how.chunk_rows)  # when the rows have been sent
+        self._rows, self._schedule = rows, schedule
         self._pipelined = made.PipelinedGather(
             context.device, context.order, self._world, self._product, schedule
         )
+
+    @cached_property
+    def _copies(self) -> _hopper.GatheredCopies:
+        made, plan, how = native(), self._plan, self._plan.part(GatherSchedule)
         height, width = scales_of_a_rank(plan)
-        self._copies = made.GatheredCopies(
-            context.device,
+        found: _hopper.GatheredCopies = made.GatheredCopies(
+            self._context.device,
             self._world,
-            rows * plan.gemm.k * DTYPE_BYTES[plan.dtype],
+            self._rows * plan.gemm.k * DTYPE_BYTES[plan.dtype],
             height * width * DTYPE_BYTES["float32"],
             getattr(made.Engine, how.gathered_engine),
             how.gathered_blocks,
         )
+        return found
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
@@ -166,7 +171,8 @@ class AllGatherExecutor:
             0 if whole is None else whole.data_ptr()
             for whole in map(call.tensors.get, ("gathered", "gathered_scale"))
         )
-        self._copies.start(number, call.timeout_s, tensors, rows, scales, stream)
+        if rows or scales:
+            self._copies.start(number, call.timeout_s, tensors, rows, scales, stream)
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
@@ -178,7 +184,7 @@ class AllGatherExecutor:
             context.order,
             context.control_block,
             self._pipelined,
-            self._copies,
+            self._copies if {"gathered", "gathered_scale"} & strides.keys() else None,
             **pitches(self._plan, strides),
         )
         return found
@@ -193,9 +199,10 @@ class AllGatherExecutor:
         schedule = self._schedule
         if call.view == "sequential" and call.plan.nodes > 1:
             made.send_rows(device, world, product, schedule, stream)
-            schedule, waits = self._sent, True
+            chunk = call.plan.part(GatherSchedule).chunk_rows
+            schedule, waits = made.AllGatherSchedule(self._rows, chunk), True  # sent already
         elif call.view == "sequential" and self._several:
-            schedule, waits = self._whole, True
+            schedule, waits = made.AllGatherSchedule(self._rows, self._rows), True
             rows, scale = operands.a.data_ptr(), operands.a_scale
             row_bytes = call.plan.gemm.k * DTYPE_BYTES[call.plan.dtype]
             more = {}
@@ -299,7 +306,7 @@ class ReduceExecutor:
             self._pipelined,
             **pitches(self._plan, strides),
             outs=self._outs(symmetric),
-            sums=summed_rows(self._plan),
+            sums=normed_rows(self._plan),
         )
         return found
 

@@ -108,7 +108,7 @@ class RecordedCall(Exchanges):
         self._program.copy(self._place(rows), self._place(into), into.nbytes)
 
     def normalise(self, sums: _hopper.SummedRows) -> None:
-        """Record the norm of the call's ``out``, if there is one."""
+        """Record the norm of the call's ``out``."""
         self._program.normalise(sums)
 
     def join(self) -> None:

@@ -35,7 +35,7 @@ from mkernel.backends.accelerators.hopper.gemm.products import Multiply, multipl
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import ReducePartsSchedule
-from mkernel.backends.accelerators.hopper.starters import summed_rows
+from mkernel.backends.accelerators.hopper.starters import normed_rows
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
@@ -115,7 +115,8 @@ class ReducePartsExecutor:
         rows = _Rows(told.multiply, a, None, told.tensor("partial", sums, self._product))
         outs = symmetric.get("out", ()) if self._everywhere else ()
         self._run(told, rows, told.tensor("out", (height, shape.n), dtype), None, outs)
-        told.normalise(summed_rows(plan))
+        if (norm := normed_rows(plan)) is not None:
+            told.normalise(norm)
         return told.starter()
 
     def _run(

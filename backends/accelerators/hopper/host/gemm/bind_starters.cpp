@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -34,7 +35,7 @@ struct Pitches {
     }
 };
 
-// `copies`: of the rows, for calls that return them.
+// `copies`: of the rows, for calls that return them; else None.
 class GatherStarter final : public CallStarter {
   public:
     GatherStarter(int device, py::object order, py::object control, py::object calls,
@@ -43,7 +44,7 @@ class GatherStarter final : public CallStarter {
           kept_(std::move(calls)),
           kept_copies_(std::move(copies)),
           calls_(kept_.cast<PipelinedGather&>()),
-          copies_(kept_copies_.cast<GatheredCopies&>()),
+          copies_(kept_copies_.is_none() ? nullptr : &kept_copies_.cast<GatheredCopies&>()),
           pitches_(pitches) {}
 
   private:
@@ -52,12 +53,13 @@ class GatherStarter final : public CallStarter {
             released;  // the launch may wait for room in the device's queue
         const CallOnce once = pitches_.call_once(call);
         calls_.start(once);
-        copies_.start(once, call.addresses[kGathered], call.addresses[kGatheredScale]);
+        if (copies_ == nullptr) return;
+        copies_->start(once, call.addresses[kGathered], call.addresses[kGatheredScale]);
     }
 
     py::object kept_, kept_copies_;
     PipelinedGather& calls_;
-    GatheredCopies& copies_;
+    GatheredCopies* copies_;
     Pitches pitches_;
 };
 
@@ -65,7 +67,7 @@ class GatherStarter final : public CallStarter {
 class FewRowsStarter final : public CallStarter {
   public:
     FewRowsStarter(int device, py::object order, py::object control, py::object calls,
-                   Pitches pitches, SummedRows sums, bool inside)
+                   Pitches pitches, std::optional<SummedRows> sums, bool inside)
         : CallStarter(device, std::move(order), std::move(control)),
           kept_(std::move(calls)),
           calls_(kept_.cast<FewRowsCalls&>()),
@@ -76,21 +78,22 @@ class FewRowsStarter final : public CallStarter {
   private:
     void queue(const MkernelCall& call) override {
         const py::gil_scoped_release released;
-        calls_.start(pitches_.call_once(call), inside_ ? sums_.norm(call) : RowNorm{});
-        if (!inside_) sums_.normalise(call, cuda::stream_at(call.stream));
+        const bool inside = inside_ && sums_;
+        calls_.start(pitches_.call_once(call), inside ? sums_->norm(call) : RowNorm{});
+        if (sums_ && !inside) sums_->normalise(call, cuda::stream_at(call.stream));
     }
 
     py::object kept_;
     FewRowsCalls& calls_;
     Pitches pitches_;
-    SummedRows sums_;
+    std::optional<SummedRows> sums_;
     bool inside_;
 };
 
 class ReduceStarter final : public CallStarter {
   public:
     ReduceStarter(int device, py::object order, py::object control, py::object calls,
-                  Pitches pitches, std::vector<std::uint64_t> outs, SummedRows sums)
+                  Pitches pitches, std::vector<std::uint64_t> outs, std::optional<SummedRows> sums)
         : CallStarter(device, std::move(order), std::move(control)),
           kept_(std::move(calls)),
           calls_(kept_.cast<PipelinedReduce&>()),
@@ -102,14 +105,14 @@ class ReduceStarter final : public CallStarter {
     void queue(const MkernelCall& call) override {
         const py::gil_scoped_release released;
         calls_.start(pitches_.call_once(call), outs_);
-        sums_.normalise(call, cuda::stream_at(call.stream));
+        if (sums_) sums_->normalise(call, cuda::stream_at(call.stream));
     }
 
     py::object kept_;
     PipelinedReduce& calls_;
     Pitches pitches_;
     std::vector<std::uint64_t> outs_;
-    SummedRows sums_;
+    std::optional<SummedRows> sums_;
 };
 
 }  // namespace
@@ -140,7 +143,7 @@ void bind_starters(py::module_& module) {
     module.def(
         "few_rows_starter",
         [](int device, py::object order, py::object control, py::object calls, std::int64_t a_pitch,
-           std::int64_t b_pitch, const SummedRows& sums, bool inside) {
+           std::int64_t b_pitch, const std::optional<SummedRows>& sums, bool inside) {
             return CallStarter::capsule(std::make_unique<FewRowsStarter>(
                 device, std::move(order), std::move(control), std::move(calls),
                 Pitches{a_pitch, b_pitch}, sums, inside));
@@ -150,7 +153,8 @@ void bind_starters(py::module_& module) {
     module.def(
         "reduce_starter",
         [](int device, py::object order, py::object control, py::object calls, std::int64_t a_pitch,
-           std::int64_t b_pitch, std::vector<std::uint64_t> outs, const SummedRows& sums) {
+           std::int64_t b_pitch, std::vector<std::uint64_t> outs,
+           const std::optional<SummedRows>& sums) {
             return CallStarter::capsule(std::make_unique<ReduceStarter>(
                 device, std::move(order), std::move(control), std::move(calls),
                 Pitches{a_pitch, b_pitch}, std::move(outs), sums));
