@@ -2,7 +2,8 @@
 
 Times are microseconds, sizes bytes, bandwidths GB/s (so 1 GB/s moves 1000 bytes a microsecond). The
 constants of a machine are data (:class:`MachineConstants`); the formulas are here and, those of
-products, in ``cost.hpp`` beside this file, each with its source. Every result is a *prediction*.
+products and exchanges, in ``cost.hpp`` beside this file, each with its source. Every result is a
+*prediction*.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from mkernel.schema_version import SchemaVersion
 from mkernel.topology import _cost
 from mkernel.topology.defaults import defaults
 from mkernel.topology.model import Model
+
+_MOST, _MOST_BYTES = 2**31 - 1, 2**46
+"""Native formulas multiply two sizes, or a number of bytes and one of ranks, in 64 bits."""
 
 
 class SendingRates(Model):
@@ -41,9 +45,9 @@ class Tile(Model):
     """A size of output tiles that a GEMM kernel computes, the number of cores that share one, and
     the rate of one core."""
 
-    rows: int = Field(ge=1)
-    columns: int = Field(ge=1)
-    cores: int = Field(1, ge=1)
+    rows: int = Field(ge=1, le=_MOST)
+    columns: int = Field(ge=1, le=_MOST)
+    cores: int = Field(1, ge=1, le=_MOST)
     tflops_per_core: float = Field(gt=0, description="half precision, on random data, at length")
 
 
@@ -51,8 +55,8 @@ class OneShot(Model):
     """The limits below which partial results of an all-reduce go to every rank in one exchange.
     Others are added by their owners, whose sums travel in a second exchange."""
 
-    most_bytes: int = Field(ge=0, description="of partial results")
-    most_more_bytes: int = Field(ge=0, description="of them, times W - 2")
+    most_bytes: int = Field(ge=0, le=_MOST_BYTES, description="of partial results")
+    most_more_bytes: int = Field(ge=0, le=_MOST_BYTES, description="of them, times W - 2")
 
     def takes(self, nbytes: int, world: int) -> bool:
         """Return whether partial results of ``nbytes`` are exchanged at once."""
@@ -63,7 +67,9 @@ class BriefCalls(Model):
     """Calls that end without waiting for their peers, because they have few bytes."""
 
     most_bytes: int = Field(
-        ge=0, description="that all ranks send to one of them, and as its own count"
+        ge=0,
+        le=_MOST_BYTES,
+        description="that all ranks send to one of them, and as its own count",
     )
     less_us: float = Field(ge=0, description="than other calls take")
 
@@ -72,7 +78,9 @@ class MailCalls(SendingRates):
     """Calls of one Lamport exchange, whose data announce their own arrival, and which are brief."""
 
     most_bytes: int = Field(
-        ge=0, description="that all ranks send to one of them, and as its own count"
+        ge=0,
+        le=_MOST_BYTES,
+        description="that all ranks send to one of them, and as its own count",
     )
     exchange_us: float = Field(ge=0, description="latency of the exchange between all ranks")
 
@@ -86,7 +94,9 @@ class MailTwice(SendingRates):
     call."""
 
     most_bytes: int = Field(
-        ge=0, description="that all peers send to one rank, in both exchanges together"
+        ge=0,
+        le=_MOST_BYTES,
+        description="that all peers send to one rank, in both exchanges together",
     )
     exchanges_us: float = Field(ge=0, description="latency of both exchanges between all ranks")
 
@@ -95,7 +105,7 @@ class LoadedLines(Model):
     """Lines of memory that tiles load, which cores get at a limited rate: one per row of a step of
     K that is as long as a line, and ``uneven`` lines if the row does not begin with one."""
 
-    depth: int = Field(ge=1, description="elements of K in a line")
+    depth: int = Field(ge=1, le=_MOST, description="elements of K in a line")
     uneven: float = Field(ge=1, le=2, description="lines of a row that touches two")
     lines_a_us: float = Field(gt=0, description="from the cache, by all cores together")
 
@@ -107,7 +117,9 @@ class StreamedProducts(Model):
     tiles: tuple[Tile, ...] = Field(
         min_length=1, description="what edges are filled up to, of which the fastest is taken"
     )
-    even_depth: int = Field(1, ge=1, description="K in multiples of it is loaded by whole lines")
+    even_depth: int = Field(
+        1, ge=1, le=_MOST, description="K in multiples of it is loaded by whole lines"
+    )
     uneven_rate: float = Field(1.0, gt=0, le=1, description="of the tile's rate, with any other K")
     depth_us: float = Field(ge=0, description="what 1000 of K take that nothing hides")
     results_gbs: float = Field(gt=0, description="results, as all cores together write them")
@@ -123,7 +135,9 @@ class PathConstants(SendingRates):
     tiles: tuple[Tile, ...] = Field((), description="of which the fastest is taken, in waves")
     streamed: StreamedProducts | None = Field(None, description="instead of tiles in waves")
     loaded: LoadedLines | None = Field(None, description="by tiles; None: it costs nothing")
-    splits: tuple[int, ...] = Field((1,), min_length=1, description="parts that K may be cut into")
+    splits: tuple[Annotated[int, Field(ge=1, le=_MOST)], ...] = Field(
+        (1,), min_length=1, description="parts that K may be cut into"
+    )
     tile_us: float = Field(0.0, ge=0, description="start and end of a tile that nothing hides")
     split_us: float = Field(0.0, ge=0, description="launch of what adds the parts up")
     exchange_us: float = Field(ge=0, description="latency of one exchange between all ranks")

@@ -357,7 +357,11 @@ def added(total: Sum, ranks: int) -> tuple[Node, list[Sum]]:
 
 
 def _alike(one: Sum, other: Sum) -> bool:
+    """Return whether ranks get the same rows of both sums, by the same reduction."""
     names = ("reduce_op", "group_name")
+    lead, others = (value(each.summand).shape[:-1] for each in (one, other))
+    if one.dim and not (len(lead) == len(others) and all(map(equal, lead, others))):
+        return False  # parts of an inner dimension are other rows where the sizes before it differ
     return (
         one.start.target is other.start.target
         and one.dim == other.dim

@@ -444,7 +444,9 @@ def _sum_of_products(
     _require_few_symbols(total.summand, total.result)
     with graph.inserting_before(total.start if result is total.result else result):
         factors = [_joined(graph, products)] if _joins(products) else products
-        calls = [_summed_product(graph, world, total, each, mean) for each in factors]
+        # All are checked before the first call, which would stay in the graph if another one is left.
+        summed = [_operands(graph, world, total, each, mean) for each in factors]
+        calls = [_called(graph, op, *each) for op, *each in summed]
         c = _added(graph, [each for _, each in calls])
         if mean:
             c = _mean(graph, c, world.size, value(total.summand).dtype)
@@ -465,10 +467,11 @@ def _added(graph: Graph, nodes: Sequence[Node]) -> Node:
     return found
 
 
-def _summed_product(
+def _operands(
     graph: Graph, world: World, total: Sum, product: Product, mean: bool
-) -> tuple[str, Node]:
-    """Add a call for one of the products that ranks sum; return the op's name and the node."""
+) -> tuple[Any, ...]:
+    """Return the op that computes one of the products that ranks sum, and what else :func:`_called`
+    takes. Raises _Left."""
     summand = value(total.summand)
     op = REDUCE_OP if total.dim is None else SCATTER_OP
     out_dtype = dtype_of_sum(world, summand.dtype) if mean else None
@@ -481,4 +484,4 @@ def _summed_product(
     a, b = _packed(graph, a), _right(graph, product.b)
     dtype = out_dtype if scales is None else out_dtype or scales.out_dtype
     _check(world, op, a, b, dtype, scales)
-    return _called(graph, op.name, a, b, scales, out_dtype, world.name)
+    return op.name, a, b, scales, out_dtype, world.name

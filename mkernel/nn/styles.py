@@ -8,7 +8,8 @@ on the way) is left to torch's styles.
 
 Column layers that are called with one tensor, one after another (q, k and v; gate and up), gather it
 once, and its gradient is one sum over ranks (:mod:`mkernel.ops.shared_input`). What they gathered is
-kept for the gradients of their weights.
+kept for the gradients of their weights. Writes to the tensor between two calls must be of those that
+torch counts (``Tensor._version``).
 """
 
 from __future__ import annotations

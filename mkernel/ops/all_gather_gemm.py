@@ -324,7 +324,8 @@ def _several(
     }
     given = [] if bias is None else biases
     if scales is None:
-        found = gathers.all_gather_gemms(a, b, given, save_gathered=save_gathered, **options)
+        keeps = save_gathered and any(each.requires_grad for each in b)
+        found = gathers.all_gather_gemms(a, b, given, save_gathered=keeps, **options)
     else:
         found = gathers.all_gather_gemms_scaled(
             a, b, of_a, of_bs, given, use_fast_accum=fast, **options
@@ -512,6 +513,7 @@ register(
     flops=flops.gather_and_keep,
     range_name=OP.name,
     local=OP.localised,
+    family=("a",),
 )
 register(
     "all_gather_rows(Tensor a, Tensor b, *, int gather_dim=0, int? chunk=None, str group) -> Tensor",

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.function import Function, once_differentiable
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -82,18 +83,16 @@ def _product(
 # ---- what layers share ---------------------------------------------------------------------------
 
 
-class _Terms(list[tuple[Tensor, Tensor]]):
-    """The terms of an input's gradient, in a pass of backward."""
+class _Terms(dict[int, list[tuple[Tensor, Tensor]]]):
+    """The terms of an input's gradient, by pass of backward: one may run inside another."""
 
-    _task = -1
-
-    def of_this_pass(self) -> _Terms:
-        """Return the terms, without those of a pass that ended before it came to the input."""
+    def of_this_pass(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the terms of the pass that runs, with which they go."""
         task = torch._C._current_graph_task_id()
-        if self._task != task:
-            self.clear()
-            self._task = task
-        return self
+        if task not in self:
+            self[task] = []
+            Variable._execution_engine.queue_callback(lambda: self.__delitem__(task))
+        return self[task]
 
 
 class _Gradient:

@@ -316,6 +316,10 @@ CASES = {
         lambda *x: reduces("sum", products)(*x[:4]) + reduces("sum")(*x[4:]), (WHOLE, WEIGHT) * 3,
         {"gemm_all_reduce": 1}, joined=1,
     ),
+    "sums of unlike sequences": Case(
+        lambda x, v, y, w: scatters(1, "sum")(x, v) + scatters(1, "sum")(y, w).view(B + 1, 3, N),
+        ((B + 1, 6, H), WEIGHT, (6, B + 1, H), WEIGHT), {"gemm_reduce_scatter": 2},
+    ),
     "sums with large weights that are added": Case(
         added(*[scatters(1, "sum")] * 2), ((B, S, 40), (40, N)) * 2, {"gemm_reduce_scatter": 2}
     ),
@@ -574,6 +578,9 @@ MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
         rewrite, "_added", lambda graph, nodes: nodes[0], "sum of products with large weights",
     ),
     "sums of all kinds are alike": (patterns, "_alike", lambda *_: True, "sum and mean"),
+    "sums of all rows are alike": (
+        patterns, "_alike", lambda *_: True, "sums of unlike sequences",
+    ),
     "factors are overlooked": (
         patterns, "_adds", lambda node: node.target is patterns.aten.add.Tensor, "weighted sum",
     ),

@@ -201,6 +201,17 @@ def one_twice(m: Three, x: Tensor) -> Tensor:
     return m.q(x).sin().sum() + m.q(x).cos().sum()
 
 
+def inside_another(m: Three, x: Tensor) -> Tensor:
+    """A pass of backward runs inside another one of the same graph, and takes nothing of its terms."""
+    of_q, k, of_v = m.q(x).sin().sum(), m.k(x), m.v(x).exp().sum()
+
+    def inner(gradient: Tensor) -> None:
+        torch.autograd.grad(of_q, x, retain_graph=True)
+
+    k.register_hook(inner)  # runs when v has left its term
+    return of_q + k.cos().sum() + of_v
+
+
 def after_no_grad(m: Three, x: Tensor) -> Tensor:
     with torch.no_grad():
         first = m.q(x).sum()
@@ -249,13 +260,14 @@ USES: dict[Callable[[Three, Tensor], Tensor], tuple[int, int]] = {
     on_two_streams: (2, 2),
     in_two_graphs: (2, 2),
     one_twice: (2, 2),
+    inside_another: (1, 2),
     after_no_grad: (1, 1),
     undefined: (1, 0),
     again: (2, 1),
     products_saved: (4, 2),
 }
 """The gathers and the sums over ranks of forward and backward."""
-EAGER = (on_two_streams, in_two_graphs, one_twice, undefined, again, products_saved)
+EAGER = (on_two_streams, in_two_graphs, one_twice, inside_another, undefined, again, products_saved)
 """Those that gather less where they are compiled, or of which compilers take other ways."""
 BOTH = (all_three, modified)
 """Those that are compiled also where nothing is gathered."""

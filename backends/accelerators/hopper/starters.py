@@ -18,7 +18,7 @@ STARTED = (
 """The tensors that starters take, in the order of their addresses (``host/call_starter.hpp``)."""
 
 SUMMED = ("x", *STARTED[1:])
-"""Those of AllReduce."""
+"""The tensors that starters of AllReduce take."""
 
 
 def summed_rows(plan: LaunchPlan, blocks: int = 0) -> _hopper.SummedRows:

@@ -139,3 +139,18 @@ BITS = "b416a1cec394da4335532e9507a2b1d37b4c0386bf69f4b18a37ce94de923fbb"
 def test_a_path_has_products_of_one_kind(given: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="either tiles, at least one, or streamed"):
         PathConstants.model_validate({**COMMON, **given})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"splits": (0,)},
+        {"splits": (1, 2**31)},
+        {"tiles": ({**SMALL.model_dump(), "rows": 10**30},)},
+    ],
+    ids=["no part", "many parts", "large tiles"],
+)
+def test_sizes_that_native_formulas_cannot_take_are_refused(fields: dict[str, Any]) -> None:
+    """A division by no parts would end the process."""
+    with pytest.raises(ValidationError):
+        path_of(**fields)

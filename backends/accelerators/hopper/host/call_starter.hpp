@@ -15,7 +15,7 @@
 
 namespace mkernel::hopper {
 
-// The tensors of a call, as STARTED of gemm/starters.py names them; a call has some of them. AllReduce's x is
+// The tensors of a call, as STARTED of starters.py names them; a call has some of them. AllReduce's x is
 // kA.
 enum : int {
     kA,
