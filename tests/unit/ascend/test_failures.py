@@ -155,6 +155,8 @@ world = World(make_plan(512, 256, 512, ranks_per_node=2))
 world.epoch = 1
 launch = world.launch(0, world.tensors(seed=1)[0], timeout_s=1000)
 assert not launch.wait(0.1)
+world._stop.set()  # the rig's own thread, which Python would end inside of native code
+world._nic.join()
 {last}
 """
 
