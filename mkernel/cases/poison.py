@@ -38,8 +38,8 @@ signal or quieten NaNs leave them as they are."""
 
 
 _SMALL_BYTES, _BLOCKS = 1 << 17, 8
-"""With one block a planted fault that leaves an element was missed by 1 of 32 runs on a CPU; with eight by
-none."""
+"""With one block 1 of 32 runs on a CPU missed a planted fault that leaves an element; with eight, none
+did."""
 
 
 def fill(tensor: torch.Tensor) -> torch.Tensor:
