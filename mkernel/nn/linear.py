@@ -187,7 +187,7 @@ def column_product(
     ``split``: the dimension along which ranks have parts of x; None: each has all of it.
     ``save_gathered``: as the layer takes it.
     """
-    _check(x, weight.shape[1], split)
+    check_input(x, weight.shape[1], split)
     if split is not None:
         x = turned(x, split) if torch.compiler.is_compiling() else x
         return all_gather_gemm(
@@ -205,13 +205,13 @@ def row_product(
 
     ``split``: the dimension along which ranks keep parts of the result; None: each keeps all of it.
     """
-    _check(x, weight.shape[1], split)
+    check_input(x, weight.shape[1], split)
     if split is None:
         return gemm_all_reduce(x, weight.t(), bias=bias, group=group)
     return gemm_reduce_scatter(x, weight.t(), bias=bias, scatter_dim=split, group=group)
 
 
-def _check(x: Tensor, features: int, split: int | None) -> None:
+def check_input(x: Tensor, features: int, split: int | None) -> None:
     """Check the shapes. Raises ShapeError or ArgumentError in the terms of layers."""
     if x.dim() < 2 or x.shape[-1] != features:
         raise ShapeError("x", tuple(x.shape), f"[..., {features}], at least two dimensions")

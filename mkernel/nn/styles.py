@@ -26,7 +26,7 @@ from torch.nn import Linear, Module
 
 from mkernel.errors import ArgumentError
 from mkernel.nn.embedding_style import shard_rows
-from mkernel.nn.linear import _check, row_product
+from mkernel.nn.linear import check_input, row_product
 from mkernel.ops.shared_input import shared_product
 from mkernel.world.lifecycle import current
 
@@ -73,7 +73,7 @@ class _FusedLinear(Linear):
 
 class _ColwiseLinear(_FusedLinear):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, layouts: _Layouts) -> Tensor:
-        _check(x, weight.shape[1], layouts.split)
+        check_input(x, weight.shape[1], layouts.split)
         return shared_product(x, weight, bias, layouts.split, layouts.group, self)
 
     def _gathers(self, input: DTensor) -> int | None:

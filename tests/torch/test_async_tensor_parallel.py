@@ -106,9 +106,9 @@ class Case(NamedTuple):
     sizes: tuple[int, ...] = ()
     """Of the first dimension, which is symbolic; empty: no size is."""
     joined: int = 0
-    """How many collectives the call that replaces another one replaces too."""
+    """The number of collectives that the call which replaces another one replaces too."""
     quiet: bool = False
-    """Whether what is left is beside no product, so that nobody is warned."""
+    """True if what is left is beside no product, so that nobody is warned."""
 
 
 def gathers(dim: int, use: Callable[..., Any]) -> Callable[..., Any]:

@@ -172,8 +172,8 @@ class Seen(TorchDispatchMode):
 
 
 def by_inductor() -> tuple[bool, list[str], list[str], float]:
-    """Whether Inductor's code calls an op's kernel, what a mode and a profiler see of that call, and
-    how far its result is off."""
+    """Return whether Inductor's code calls an op's kernel, what a mode and a profiler see of that call,
+    and how far its result is off."""
     group = mkernel.world().name
     a, b = torch.randn(M, K), torch.randn(K, N)
 

@@ -1,4 +1,4 @@
-"""What a pair of layers costs: its fused calls, and what torch copies beside the products.
+"""The costs of a pair of layers: its fused calls, and what torch copies beside the products.
 
 A profiler sees every copy, also those that autograd makes for itself, as of a gradient that lies
 otherwise than its parameter.
@@ -127,7 +127,7 @@ WAYS = [(name, backend) for name in LAYERS for backend in BACKENDS] + [
     ("mlp", "inductor"),
     ("mlp of batches", "inductor"),
 ]
-"""Of running each layer; what divides a graph in two is the same for all backends."""
+"""The ways to run each layer; what divides a graph in two is the same for all backends."""
 
 
 def costs(run: Callable[[], object]) -> Costs:
@@ -139,7 +139,7 @@ def costs(run: Callable[[], object]) -> Costs:
 
 
 def passes(name: str, backend: str) -> tuple[Costs, Costs]:
-    """What a layer's forward and backward passes cost, after the first ones."""
+    """Count what a layer's forward and backward passes cost, after the first ones."""
     model = LAYERS[name].make()
     run: Callable[[Tensor], Tensor] = model
     if backend:
@@ -193,7 +193,7 @@ def test_a_gradient_that_lies_otherwise_than_its_parameter_is_noticed() -> None:
 
 
 def what_is_gathered() -> list[bool]:
-    """Whether a layer has the gathered rows given out: in training, and without gradients."""
+    """Return whether a layer has the gathered rows given out: in training, and without gradients."""
     found: list[bool] = []
     run = World.run
 

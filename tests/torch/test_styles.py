@@ -149,7 +149,7 @@ def of_a_result(m: Three, x: Tensor) -> Tensor:
 
 
 def written_to(m: Three, x: Tensor) -> Tensor:
-    """What a layer returns is its caller's."""
+    """Write to what layers return, which is their caller's."""
     return m.q(x).mul_(2).sin().sum() + m.k(x).mul_(2).sum() + m.v(x).mul_(2).exp().sum()
 
 
