@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 from torch import distributed
+from torch.distributed import PrefixStore
 
 import mkernel
 
 LIMIT = timedelta(seconds=300)
+_MADE = itertools.count()
 
 
 @contextmanager
@@ -21,8 +24,10 @@ def default_group(cuda: bool) -> Iterator[None]:
     if distributed.is_initialized() or (cuda and torch.cuda.device_count() < world.size):
         yield
         return
+    # A group that finds an earlier one's addresses in the store connects to nobody.
+    store = PrefixStore(f"torch group {next(_MADE)}", world.group_store)
     distributed.init_process_group(
-        "nccl" if cuda else "gloo", store=world.group_store, rank=world.rank,
+        "nccl" if cuda else "gloo", store=store, rank=world.rank,
         world_size=world.size, timeout=LIMIT,
     )  # fmt: skip
     try:

@@ -7,8 +7,11 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -44,3 +47,21 @@ def test_bars_are_above_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(host_time.bars(slow, new=True)) == 5
     for name in ("mm", "known"):
         assert len(host_time.bars({**found, f"{op} {name}": math.nan}, new=True)) == 1
+
+
+def test_a_group_does_not_find_the_addresses_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import torch_group
+
+    stores: list[Any] = []
+    world = SimpleNamespace(group_store=HashStore(), rank=0, size=2)
+    monkeypatch.setattr(torch_group.mkernel, "world", lambda: world)
+    given = {"init_process_group": lambda *_, store, **__: stores.append(store),
+             "destroy_process_group": lambda: stores[-1].set("address", "gone")}  # fmt: skip
+    for name, each in given.items():
+        monkeypatch.setattr(torch_group.distributed, name, each)
+    for _ in range(2):
+        with torch_group.default_group(cuda=False):
+            assert not stores[-1].check(["address"])
