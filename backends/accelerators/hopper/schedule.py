@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from mkernel.backends.accelerators.hopper.transfer.engines import Engine
 from mkernel.plan.model import DtypeName, Schedule
 from mkernel.plan.pipeline import Exchange, Returns
 
@@ -33,8 +32,8 @@ class GatherSchedule(Schedule):
     blocks or, if that is 0, by copy engines; these move the chunk that comes last in ``slices`` of
     K. ``columns_ahead``: of plans of earlier versions; own rows are computed before the others'.
     ``band`` rows of clusters share columns of B in L2. ``blocks``: blocks of the kernel, at most
-    one per multiprocessor. If a call has a tensor for the gathered rows,
-    ``gathered_engine`` copies them, on ``gathered_blocks`` blocks (1 for copy engines).
+    one per multiprocessor. ``gathered_engine``, ``gathered_blocks``: of plans of earlier versions;
+    the kernel that ends a call which returns the gathered rows copies them.
     ``exchange``: the exchange between nodes; hierarchical: the pushing blocks also share arriving
     data with the node."""
 
@@ -46,8 +45,8 @@ class GatherSchedule(Schedule):
     slices: int = Field(1, ge=1)
     band: int = Field(ge=1)
     blocks: int = Field(ge=1)
-    gathered_engine: Engine
-    gathered_blocks: int = Field(ge=1)
+    gathered_engine: Literal["copy_engine"] = "copy_engine"
+    gathered_blocks: int = Field(1, ge=1, le=1)
     exchange: Exchange = "direct"
 
     @property

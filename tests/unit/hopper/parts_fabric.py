@@ -123,8 +123,12 @@ class PartsFabric(Fabric):
         if ends:
             self._end()
 
-    def rendezvous(self, device: int, here: Here, stream: int) -> None:
+    def rendezvous(
+        self, device: int, here: Here, copies: list[tuple[int, int, int]], stream: int
+    ) -> None:
         assert stream == MAIN
+        for to, at, nbytes in copies:
+            ctypes.memmove(to, at, nbytes)
         self.told[here.rank].append("end")
         self._end()
 
@@ -193,7 +197,10 @@ def started(
         "wait": lambda source, flag: fabric.await_part(0, here, source, flag, MAIN),
         "copy": lambda at, to, size: ctypes.memmove(address(to), address(at), size),
         "normalise": lambda sums: None,
-        "join": lambda: order.join(MAIN), "end": lambda: fabric.rendezvous(0, here, MAIN),
+        "join": lambda: order.join(MAIN),
+        "end": lambda copies: fabric.rendezvous(
+            0, here, [(address(to), address(at), size) for at, to, size in copies], MAIN
+        ),
     }  # fmt: skip
     for name, *what in program.steps:
         take[name](*what)

@@ -73,12 +73,13 @@ def _gather(plan: LaunchPlan) -> tuple[GatherSchedule, _hopper.AllGatherSchedule
             f"{how.push_blocks}, slices {how.slices}",
             "blocks that send, and 1 slice, between nodes",
         )
-    if how.columns_ahead != 0:
-        raise ArgumentError("plan.schedule.columns_ahead", how.columns_ahead, "0")
-    if how.gathered_engine == "copy_engine" and how.gathered_blocks != 1:
-        raise ArgumentError(
-            "plan.schedule.gathered_blocks", how.gathered_blocks, "1 for a copy engine"
-        )
+    for name, only in (
+        ("columns_ahead", 0),
+        ("gathered_engine", "copy_engine"),
+        ("gathered_blocks", 1),
+    ):
+        if getattr(how, name) != only:
+            raise ArgumentError(f"plan.schedule.{name}", getattr(how, name), repr(only))
     return how, native().AllGatherSchedule(
         rows,
         how.chunk_rows,
@@ -130,15 +131,13 @@ class AllGatherExecutor:
 
     @cached_property
     def _copies(self) -> _hopper.GatheredCopies:
-        made, plan, how = native(), self._plan, self._plan.part(GatherSchedule)
+        made, plan = native(), self._plan
         height, width = scales_of_a_rank(plan)
         found: _hopper.GatheredCopies = made.GatheredCopies(
             self._context.device,
             self._world,
             self._rows * plan.gemm.k * DTYPE_BYTES[plan.dtype],
             height * width * DTYPE_BYTES["float32"],
-            getattr(made.Engine, how.gathered_engine),
-            how.gathered_blocks,
         )
         return found
 

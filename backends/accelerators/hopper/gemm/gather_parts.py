@@ -18,6 +18,7 @@ import torch
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.gemm.library import scales_of_a_rank
 from mkernel.backends.accelerators.hopper.gemm.parts_exchange import (
+    Copied,
     Exchanges,
     PartsExchange,
     checked,
@@ -84,9 +85,9 @@ class GatherPartsExecutor:
         with self._exchange.of_call(call, stream) as running:
             self._run(running, multiply, a, scale, into, waits_first=call.view == "sequential")
             self._deliver(call, into)
-            self._keep(running, call.tensors.get("gathered"), a, self._rows)
-            self._keep(running, call.tensors.get("gathered_scale"), scale, self._scales)
-            running.end()
+            rows = self._kept(call.tensors.get("gathered"), a, self._rows)
+            scales = self._kept(call.tensors.get("gathered_scale"), scale, self._scales)
+            running.end([*rows, *scales])
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
@@ -98,10 +99,10 @@ class GatherPartsExecutor:
         told = RecordedCall(plan, self._context, self._exchange.world, strides)
         a = told.tensor("a", (shape.m // plan.world_size, shape.k), dtype)
         self._run(told, told.multiply, a, None, told.tensor("out", (shape.m, shape.n), dtype))
-        if "gathered" in strides:
-            whole = told.tensor("gathered", (shape.m, shape.k), dtype)
-            self._keep(told, whole, a, self._rows)
-        told.end()
+        whole = (
+            told.tensor("gathered", (shape.m, shape.k), dtype) if "gathered" in strides else None
+        )
+        told.end(self._kept(whole, a, self._rows))
         return told.starter()
 
     def _run(
@@ -173,18 +174,16 @@ class GatherPartsExecutor:
         else:
             out.copy_(into)
 
-    def _keep(
-        self,
-        running: Exchanges,
-        whole: torch.Tensor | None,
-        mine: torch.Tensor | None,
-        landed: torch.Tensor | None,
-    ) -> None:
-        """Copy own and gathered rows, or their scales, to the call's tensor, if it has one."""
+    def _kept(
+        self, whole: torch.Tensor | None, mine: torch.Tensor | None, landed: torch.Tensor | None
+    ) -> list[Copied]:
+        """Return the copies of own and gathered rows, or of their scales, to the call's tensor, if
+        it has one."""
         if whole is None or mine is None or landed is None:
-            return
+            return []
         before, after = self._rank * len(mine), (self._rank + 1) * len(mine)
-        running.copy(mine, whole[before:after])
-        for theirs in (slice(before), slice(after, None)):
-            if len(landed[theirs]):
-                running.copy(landed[theirs], whole[theirs])
+        theirs = [each for each in (slice(before), slice(after, None)) if len(landed[each])]
+        return [
+            Copied(mine, whole[before:after]),
+            *(Copied(landed[each], whole[each]) for each in theirs),
+        ]

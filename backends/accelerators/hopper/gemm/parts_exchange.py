@@ -118,6 +118,13 @@ class PartsExchange:
             running.join()
 
 
+class Copied(NamedTuple):
+    """Packed rows, and their place in a tensor of the call."""
+
+    rows: torch.Tensor
+    into: torch.Tensor
+
+
 class Exchanges(Protocol):
     """The sends and waits of a call, in its order."""
 
@@ -140,14 +147,14 @@ class Exchanges(Protocol):
     ) -> None:
         """Add packed rows, in that order, and a bias; ``ends``: the sum also ends the call."""
 
-    def copy(self, rows: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy packed rows to their place in a tensor of the call."""
+    def copy(self, copied: Copied) -> None:
+        """Copy rows."""
 
     def join(self) -> None:
         """Make the call's stream wait until everything is sent. To be called once."""
 
-    def end(self) -> None:
-        """End the call, if none of its kernels does that."""
+    def end(self, copies: Sequence[Copied] = ()) -> None:
+        """Copy rows and end the call, if none of its kernels does that."""
 
 
 class Running(Exchanges):
@@ -211,17 +218,18 @@ class Running(Exchanges):
             self._plan.gemm.n,
         )
 
-    def copy(self, rows: torch.Tensor, into: torch.Tensor) -> None:
-        into.copy_(rows)
+    def copy(self, copied: Copied) -> None:
+        copied.into.copy_(copied.rows)
 
     def join(self) -> None:
         if self._forked:
             self._forked = False
             self._context.order.join(self.stream)
 
-    def end(self) -> None:
+    def end(self, copies: Sequence[Copied] = ()) -> None:
         self.join()
-        native().rendezvous(self._context.device, self.world, self.stream)
+        places = [(each.into.data_ptr(), each.rows.data_ptr(), each.rows.nbytes) for each in copies]
+        native().rendezvous(self._context.device, self.world, places, self.stream)
 
 
 _Schedule = TypeVar("_Schedule", bound=PartsSchedule)

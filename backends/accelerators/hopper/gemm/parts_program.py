@@ -15,7 +15,7 @@ from mkernel.backends.accelerators.hopper.gemm.library import (
     element_of,
     starters_product,
 )
-from mkernel.backends.accelerators.hopper.gemm.parts_exchange import Exchanges
+from mkernel.backends.accelerators.hopper.gemm.parts_exchange import Copied, Exchanges
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.plan.model import LaunchPlan
 
@@ -104,8 +104,8 @@ class RecordedCall(Exchanges):
         places = [self._place(each) for each in parts]
         self._program.sum(places, out.numel(), self._place(out), ends)
 
-    def copy(self, rows: torch.Tensor, into: torch.Tensor) -> None:
-        self._program.copy(self._place(rows), self._place(into), into.nbytes)
+    def copy(self, copied: Copied) -> None:
+        self._program.copy(*self._copied(copied))
 
     def normalise(self, sums: _hopper.SummedRows) -> None:
         """Record the norm of the call's ``out``."""
@@ -114,9 +114,12 @@ class RecordedCall(Exchanges):
     def join(self) -> None:
         self._program.join()
 
-    def end(self) -> None:
+    def end(self, copies: Sequence[Copied] = ()) -> None:
         self.join()
-        self._program.end()
+        self._program.end([*map(self._copied, copies)])
+
+    def _copied(self, copied: Copied) -> tuple[tuple[str, int], tuple[str, int], int]:
+        return self._place(copied.rows), self._place(copied.into), copied.rows.nbytes
 
     def _name(self, tensor: torch.Tensor) -> str | None:
         return self._names.get(tensor.untyped_storage()._cdata)

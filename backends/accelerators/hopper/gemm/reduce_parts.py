@@ -22,6 +22,7 @@ from mkernel.backends.accelerators.hopper.collectives.norm import normalise
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.gemm.library import allocation
 from mkernel.backends.accelerators.hopper.gemm.parts_exchange import (
+    Copied,
     Exchanges,
     Part,
     PartsExchange,
@@ -210,13 +211,16 @@ class ReducePartsExecutor:
         """Take the peers' rows of ``out``, and end the call."""
         exchange, landed = self._exchange, self._landed
         assert landed is not None
+        last: list[Copied] = []
         for source in reversed(exchange.peers):
             for part in parts_of(self._plan, source):
                 running.wait(source, exchange.flag(source, part.number, _RESULTS))
+                for each in last:
+                    running.copy(each)
                 if not symmetric:
                     rows = slice(part.first, part.last)
-                    running.copy(landed[rows], out[rows])
-        running.end()
+                    last = [Copied(landed[rows], out[rows])]
+        running.end(last)
 
 
 class _Rows:

@@ -231,8 +231,6 @@ def gather(
     ``tiles`` None: the fastest. ``engines`` None: copies are as fast as they were measured."""
     tiles = tiles or tiling(rows, world, n, k, processors)
     chunk = max(chunk, _least_rows(rows, world))
-    engines, nbytes = engines or _MACHINE.copies, rows * k * ELEMENT_BYTES
-    within = engines.choose("local", nbytes)
     if world == 1:
         return GatherSchedule(
             tiling=tiles,
@@ -240,9 +238,8 @@ def gather(
             push_blocks=0,
             band=BAND,
             blocks=processors,
-            gathered_engine=within.engine,
-            gathered_blocks=max(1, within.blocks),
         )
+    engines, nbytes = engines or _MACHINE.copies, rows * k * ELEMENT_BYTES
     by_engines = engines.choose("put", nbytes, 0, flagged=True)
     by_blocks = engines.choose("put", nbytes, PUSH_BLOCKS, flagged=True)
     work = _Tiles(tiles, rows, n, k, world)
@@ -268,8 +265,6 @@ def gather(
         slices=slices,
         band=BAND,
         blocks=processors,
-        gathered_engine=within.engine,
-        gathered_blocks=max(1, within.blocks),
     )
 
 
@@ -291,15 +286,12 @@ def gather_between_nodes(
     chunk = max(chunk, least)
     if chunk == rows:  # no chunk was requested: the shard is published in parts
         chunk = min(rows, max(_up(network.put_bytes, k * ELEMENT_BYTES), least))
-    within = _MACHINE.copies.choose("local", rows * k * ELEMENT_BYTES)
     return GatherSchedule(
         tiling=tiling(rows, world, n, k, processors - blocks),
         chunk_rows=chunk,
         push_blocks=blocks,
         band=network.band,
         blocks=processors,
-        gathered_engine=within.engine,
-        gathered_blocks=max(1, within.blocks),
         exchange=exchange,
     )
 

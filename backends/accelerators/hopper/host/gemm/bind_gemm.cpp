@@ -4,9 +4,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "backends/accelerators/cuda/device.hpp"
@@ -307,8 +309,17 @@ void bind_gemm(py::module_& module) {
                "schedule"_a, "wait"_a, "stream"_a, released);
     module.def("gemm_reduce", on_device(&gemm_reduce), "device"_a, "world"_a, "product"_a,
                "schedule"_a, "stream"_a, released);
-    module.def("rendezvous", on_device<const DeviceWorld&, std::uint64_t>(&rendezvous), "device"_a,
-               "world"_a, "stream"_a, released);
+    using Copy = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>;  // to, from, bytes
+    module.def(
+        "rendezvous",
+        [](int device, const DeviceWorld& world, const std::vector<Copy>& copies,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            LastCopies last;
+            for (const auto& [to, from, nbytes] : copies) last.add(to, from, nbytes);
+            rendezvous(world, last, stream);
+        },
+        "device"_a, "world"_a, "copies"_a, "stream"_a, released);
 }
 
 }  // namespace mkernel::hopper

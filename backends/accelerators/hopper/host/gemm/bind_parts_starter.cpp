@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -37,7 +38,6 @@ struct Place {
 // The steps; each is described at the method of PartsProgram, below, of its name.
 struct Fork {};
 struct Join {};
-struct End {};
 struct Push {
     int peer;
     Place from;
@@ -62,6 +62,9 @@ struct Sum {
 struct Copy {
     Place from, to;
     std::uint64_t nbytes;
+};
+struct End {
+    std::vector<Copy> copies;
 };
 struct Normalise {
     SummedRows sums;
@@ -125,9 +128,13 @@ class RunningParts {
         forked_ = false;
         order_.join(call_.stream);
     }
-    void take(const End& /*step*/) {
+    void take(const End& step) {
+        LastCopies copies;
+        for (const Copy& each : step.copies) {
+            copies.add(address(each.to), address(each.from), each.nbytes);
+        }
         const py::gil_scoped_release released;
-        rendezvous(workspace_of(world_), limits_of(world_), stream());
+        rendezvous(workspace_of(world_), limits_of(world_), copies, stream());
     }
     void take(const Push& step) {
         const py::gil_scoped_release released;
@@ -208,6 +215,7 @@ class PartsStarter final : public CallStarter {
 void bind_parts_starter(py::module_& module) {
     using Pair = std::pair<std::string, std::uint64_t>;
     const auto place = [](const Pair& pair) { return Place{base_of(pair.first), pair.second}; };
+    using Copied = std::tuple<Pair, Pair, std::uint64_t>;
     py::class_<PartsProgram>(module, "PartsProgram")
         .def(py::init([](const DeviceWorld& world, std::shared_ptr<LibraryProduct> product,
                          const py::object& partial, collectives::Element element,
@@ -218,7 +226,16 @@ void bind_parts_starter(py::module_& module) {
              "world"_a, "product"_a, "partial"_a, "element"_a, "blocks"_a, "columns"_a)
         .def("fork", [](PartsProgram& program) { program.steps.emplace_back(Fork{}); })
         .def("join", [](PartsProgram& program) { program.steps.emplace_back(Join{}); })
-        .def("end", [](PartsProgram& program) { program.steps.emplace_back(End{}); })
+        .def(
+            "end",
+            [place](PartsProgram& program, const std::vector<Copied>& copies) {
+                End end;
+                for (const auto& [from, to, nbytes] : copies) {
+                    end.copies.push_back({place(from), place(to), nbytes});
+                }
+                program.steps.emplace_back(std::move(end));
+            },
+            "copies"_a)
         .def(
             "push",
             [place](PartsProgram& program, int peer, const Pair& from, std::uint64_t nbytes,

@@ -119,9 +119,8 @@ class ReduceStarter final : public CallStarter {
 
 void bind_starters(py::module_& module) {
     py::class_<GatheredCopies>(module, "GatheredCopies")
-        .def(py::init<int, DeviceWorld, std::uint64_t, std::uint64_t, transfer::Engine,
-                      std::uint32_t>(),
-             "device"_a, "world"_a, "row_bytes"_a, "scale_bytes"_a, "engine"_a, "blocks"_a)
+        .def(py::init<int, DeviceWorld, std::uint64_t, std::uint64_t>(), "device"_a, "world"_a,
+             "row_bytes"_a, "scale_bytes"_a)
         .def(
             "start",
             [](GatheredCopies& copies, std::uint32_t number, double timeout_s,

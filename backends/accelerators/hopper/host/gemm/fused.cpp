@@ -13,7 +13,6 @@
 #include "backends/accelerators/hopper/host/tensor_map.hpp"
 #include "backends/accelerators/hopper/kernels/gemm/all_gather_gemm.cuh"
 #include "backends/accelerators/hopper/kernels/gemm/gemm_reduce.cuh"
-#include "backends/accelerators/hopper/kernels/rendezvous.hpp"
 
 namespace mkernel::hopper {
 
@@ -384,8 +383,8 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
                 "launching gemm_reduce");
 }
 
-void rendezvous(const DeviceWorld& world, std::uint64_t stream) {
-    rendezvous(workspace_of(world), limits_of(world), cuda::stream_at(stream));
+void rendezvous(const DeviceWorld& world, const LastCopies& copies, std::uint64_t stream) {
+    rendezvous(workspace_of(world), limits_of(world), copies, cuda::stream_at(stream));
 }
 
 }  // namespace mkernel::hopper

@@ -11,6 +11,7 @@
 #include "backends/accelerators/hopper/host/device_world.hpp"
 #include "backends/accelerators/hopper/host/tensor_map.hpp"
 #include "backends/accelerators/hopper/kernels/gemm/all_gather_gemm.cuh"
+#include "backends/accelerators/hopper/kernels/rendezvous.hpp"
 #include "backends/accelerators/hopper/tile/operand_scales.cuh"
 
 namespace mkernel::hopper {
@@ -132,7 +133,7 @@ struct ReduceSchedule {
 void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceSchedule& schedule,
                  std::uint64_t stream);
 
-// Makes the stream go on once every rank has come to this call; kernels/rendezvous.hpp.
-void rendezvous(const DeviceWorld& world, std::uint64_t stream);
+// Makes the copies, and the stream go on once every rank has made its own; kernels/rendezvous.hpp.
+void rendezvous(const DeviceWorld& world, const LastCopies& copies, std::uint64_t stream);
 
 }  // namespace mkernel::hopper
