@@ -86,7 +86,10 @@ class Report:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Behind the terminal's, which counts."""
+        """Behind the terminal's, which counts, and which shows failures only where a run ends."""
+        if report.failed:
+            with self._file.with_suffix(".failures.txt").open("a") as file:
+                file.write(f"{report.nodeid}\n{report.longreprtext}\n{report.capstdout}\n")
         late = self._written is None or time.monotonic() - self._written >= OFTEN_S
         if late or report.failed:
             self._write(cut_off=True)

@@ -50,6 +50,9 @@ def test_a_run_that_is_killed_leaves_what_is_known_by_then(tmp_path: Path) -> No
     (run,) = pytest_with_report(tmp_path, "test_some.py", "--commit", "c" * 40, more=killed).runs
     assert run.cut_off
     assert run.failures == ("test_some.py::test_fails", "test_some.py::test_has_no_setup")
+    told = (tmp_path / "found.failures.txt").read_text()
+    assert all(f"{each}\n" in told for each in run.failures)
+    assert told.count("Error") >= len(run.failures)
     (line,) = (
         line for line in gpu_tests.section(gpu_tests.TestRuns(runs=(run,))) if "pytest" in line
     )
