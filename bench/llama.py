@@ -22,6 +22,7 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from mkernel import nn as mkernel_nn
+from mkernel.ops.columns import parts_of_columns
 
 SEQUENCE = 1
 FORMS = ("torch", "styles", "nn", "floor")
@@ -190,11 +191,12 @@ class FloorBlock(nn.Module):
         rows = x.shape[SEQUENCE]
         first = self.attention_norm(x)
         qkv = self.attention.qkv_proj(self._gathered(first))
-        mixed = attended(*qkv.split(self.features, -1), turned, self.head_dim)
+        mixed = attended(*parts_of_columns(qkv, self.features), turned, self.head_dim)
         from_attention = self.attention.o_proj(mixed)
         x = x + from_attention.detach().narrow(SEQUENCE, 0, rows)
         second = self.mlp_norm(x)
-        gate, up = self.mlp.gate_up_proj(self._gathered(second)).chunk(2, -1)
+        merged = self.mlp.gate_up_proj(self._gathered(second))
+        gate, up = parts_of_columns(merged, [merged.shape[-1] // 2] * 2)
         from_mlp = self.mlp.down_proj(silu(gate) * up)
         x = x + from_mlp.detach().narrow(SEQUENCE, 0, rows)
         return x, first.detach(), second.detach(), from_attention, from_mlp

@@ -24,6 +24,7 @@ from mkernel.errors import ArgumentError, ShapeError
 from mkernel.nn.sharded import ShardedModule
 from mkernel.ops.all_gather_gemm import all_gather_gemm
 from mkernel.ops.around import turned
+from mkernel.ops.columns import parts_of_columns
 from mkernel.ops.gemm_all_reduce import gemm_all_reduce
 from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
 from mkernel.ops.registration import ops
@@ -252,8 +253,8 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         """Apply the layers. Raises the errors of :class:`ColumnParallelLinear`."""
         own = [features // self._ranks for features in self.layers.values()]
         y, dim = super().forward(x), self._split_dim or 0
-        # So autograd puts the gradients of the parts together in the order in which they travel.
-        return tuple(each.movedim(0, dim) for each in torch.split(y.movedim(dim, 0), own, dim=-1))
+        # So the gradients of the parts are joined in the order in which they travel.
+        return tuple(each.movedim(0, dim) for each in parts_of_columns(y.movedim(dim, 0), own))
 
     def merged(self, wholes: Mapping[str, Tensor]) -> Tensor | None:
         """Merge the single layers' parameters, or this rank's parts of them, into one of this

@@ -1,4 +1,4 @@
-"""The lowering of communicating ops by Inductor: the order of their calls, and what its code calls.
+"""The lowering of ops by Inductor: the order of communicating ones, and what its code calls.
 
 Inductor adds a dependency from each effectful op to the one before. In torch 2.13 it notes it under the
 name of the op's buffer and looks it up under that of the operation, so that it is lost, and ops whose
@@ -25,6 +25,7 @@ from torch._ops import OpOverload
 from mkernel.errors import Unsupported
 
 _waiting: list[tuple[OpOverload, Any]] = []
+_lowerings: list[tuple[OpOverload, Callable[..., Any]]] = []
 
 
 def keeps_order() -> bool:
@@ -49,12 +50,20 @@ def keep_order(op: OpOverload, effect: Any) -> None:
     _waiting.append((op, effect))
 
 
+def lower(op: OpOverload, lowering: Callable[..., Any]) -> None:
+    """Have Inductor lower an op that does not communicate by this function of its own values."""
+    _lowerings.append((op, lowering))
+
+
 def teach(*, load: bool = False) -> None:
-    """Teach Inductor the order of ops, before they are lowered. ``load``: import Inductor, which takes
-    seconds; else, where nobody has imported it, nothing is being lowered."""
-    if _waiting and (load or "torch._inductor.lowering" in sys.modules):
+    """Teach Inductor the ops, before they are lowered. ``load``: import Inductor, which takes seconds;
+    else, where nobody has imported it, nothing is being lowered."""
+    if (_waiting or _lowerings) and (load or "torch._inductor.lowering" in sys.modules):
         from torch._inductor.lowering import fallback_handler, register_lowering
 
+        while _lowerings:
+            op, lowering = _lowerings.pop()
+            register_lowering(op, type_promotion_kind=None)(lowering)
         while _waiting:
             op, effect = _waiting.pop()
             lower = fallback_handler(op)  # type: ignore[no-untyped-call]
