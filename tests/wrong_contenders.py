@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 from mkernel.harness import rank
-from mkernel.harness.contenders import ATTENTION_BACKWARD, Contender, attention
+from mkernel.harness.contenders import ATTENTION_BACKWARD, SUMS, Contender, attention
 from mkernel.harness.contenders.attention import Ring
 from mkernel.harness.contenders.experts import GatheredExperts
 from mkernel.harness.contenders.library import GlooMatmul, NcclCublas
@@ -73,6 +73,20 @@ class ReturnsPrevious(_Broken):
         if len(self._results) > 1:
             outputs["out"].copy_(self._results[-2])
         return outputs
+
+
+class ForgetsTheResidual(_Broken):
+    """Normalises the sum alone."""
+
+    name = "forgets_the_residual"
+    ops, ops_text = SUMS, "sums have a residual"
+
+    def place(self, inputs: Inputs, outputs: Tensors) -> None:
+        self._honest.place(inputs, outputs)
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        without = {**inputs, "residual": torch.zeros_like(inputs["residual"])}
+        return self._honest.call(without, outputs)
 
 
 class SkipsHalf(_Broken):

@@ -152,7 +152,8 @@ def command(
         ),
     ] = False,
     norm: Annotated[
-        bool, typer.Option("--norm", help="Time all_reduce with a residual and RMSNorm.")
+        bool,
+        typer.Option("--norm", help="Time all_reduce and gemm_ar with a residual and RMSNorm."),
     ] = False,
     iterations: Annotated[
         int | None,
@@ -274,7 +275,7 @@ def command(
         routing=_routing(routing, capacity, names),
         capacity=capacity,
         fast_accum=fast_accum,
-        norm=_norm(norm, names),
+        norm=_norm(norm, names, mode_of_scales),
         warmup=warmup,
         iterations=iterations or (_ITERATIONS if devices else _CPU_ITERATIONS),
         seed=seed,
@@ -485,10 +486,12 @@ def _routing(text: str, capacity: bool, names: Sequence[Benched]) -> Literal["un
     return cast(Literal["uniform", "zipf"], text)
 
 
-def _norm(wanted: bool, names: Sequence[Benched]) -> bool:
-    """Return whether ops have a norm. ArgumentError: none of the ops takes one."""
-    if wanted and "all_reduce" not in names:
-        raise ArgumentError("--norm", wanted, "nothing, or all_reduce beside it")
+def _norm(wanted: bool, names: Sequence[Benched], scales: ScaleMode | None) -> bool:
+    """Return whether sums have a norm. ArgumentError: none of the ops is a sum, or it has scales."""
+    if wanted and not {"all_reduce", "gemm_all_reduce"}.intersection(names):
+        raise ArgumentError("--norm", wanted, "nothing, or all_reduce or gemm_ar beside it")
+    if wanted and scales is not None:
+        raise ArgumentError("--norm", wanted, "nothing beside --scales: normalise the result")
     return wanted
 
 

@@ -120,7 +120,7 @@ def inputs(report: Report) -> str:
     """Name the inputs' dtype, and how they are scaled."""
     scales = report.spec.scales
     fast = ", fast accumulation" if report.spec.fast_accum else ""
-    norm = ", residual and norm behind all_reduce" if report.spec.norm else ""
+    norm = ", sums with residual and norm" if report.spec.norm else ""
     return report.spec.dtype + (f" with {scales} scales{fast}" if scales else "") + norm
 
 

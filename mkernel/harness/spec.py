@@ -135,7 +135,7 @@ class BenchSpec(Model):
             no size depends on its routing and graphs capture it.
         dtype: of the inputs; of results too, but of e4m3 inputs, whose ``scales`` are named, bfloat16.
         fast_accum: their products may be added with fewer bits (``use_fast_accum``).
-        norm: AllReduce has a residual and RMSNorm behind it.
+        norm: AllReduce and GEMM+AllReduce add a residual and normalise rows (RMSNorm).
         timeout_s: of every step of a rank: a contender's construction, a turn, a check.
     """
 
@@ -158,12 +158,14 @@ class BenchSpec(Model):
 
     def _options(self, shape: Shape, ranks: int) -> dict[str, Any]:
         """Return the options of the shape's case."""
+        norm = {"norm": "residual"} if self.norm else {}
         if shape.op == "all_reduce":
-            return {"norm": "residual"} if self.norm else {}
+            return norm
         if not shape.op.startswith("moe"):
             scales = {} if self.scales is None else {"scales": self.scales}
             fast = {"use_fast_accum": True} if self.fast_accum else {}
-            return {"replicate_b": False} | scales | fast
+            summed = norm if shape.op == "gemm_all_reduce" else {}
+            return {"replicate_b": False} | scales | fast | summed
         rows = shape.sizes["tokens"] * shape.sizes["top_k"]
         most = rows * ranks if self.routing == "zipf" else rows * 5 // 4 + SPARE_ROWS
         found: dict[str, Any] = {"routing": self.routing}

@@ -143,6 +143,7 @@ class Loop(Work):
     def __init__(self, contender: Contender) -> None:
         super().__init__(contender)
         self._kept = kept(contender, self.calls)
+        contender.shares_outputs = self._kept < self.calls
         self._inputs = [contender.inputs() for _ in range(2)]
         self._outputs = [contender.outputs() for _ in range(self._kept)]
         self._arguments = [
@@ -210,11 +211,10 @@ class Replay(Loop):
         if self._graph is None:
             super().prepare(turn)
             self._capture()
-        wanted = super().prepare(turn)
         for result in self._results:
             for tensor in result.values():
                 poison.fill(tensor)
-        return wanted
+        return super().prepare(turn)
 
     def run(self) -> Sequence[Tensors]:
         self._graph.replay()
@@ -296,7 +296,8 @@ def _key(op: str, sizes: Mapping[str, int]) -> tuple[str, tuple[tuple[str, int],
 
 
 def poisoned(contender: Contender, inputs: Inputs, outputs: Sequence[Tensors], turn: int) -> None:
-    """Draw a turn's inputs; poison each call's outputs and memory that calls may allocate."""
+    """Draw a turn's inputs; poison each call's outputs and memory that calls may allocate, and place
+    what calls sum in place."""
     problem = contender.problem
     problem.fill(contender.kind, inputs, turn)
     contender.before(inputs)
@@ -306,6 +307,7 @@ def poisoned(contender: Contender, inputs: Inputs, outputs: Sequence[Tensors], t
     for of_call in outputs:
         for each in of_call.values():
             poison.fill(each)
+        contender.place(inputs, of_call)
 
 
 def work(mode: Mode, kind: type[Contender], problem: Problem, unseen: Unseen) -> Work:

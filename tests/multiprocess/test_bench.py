@@ -24,6 +24,8 @@ OTHERS = {
     "ring_attention": "heads=4 kv_heads=2 sequence=384 head_dim=16 causal=1",
     "ring_attention_backward": "heads=4 kv_heads=2 sequence=384 head_dim=16 causal=1",
 }
+PRODUCT = {"m": 162, "n": 128, "k": 96}
+WRONG = "wrong_contenders:ForgetsTheResidual"
 PEERS = {
     "moe_dispatch_gemm": ("gather+grouped",),
     "moe_gemm_combine": ("gather+grouped",),
@@ -222,6 +224,31 @@ def test_every_op_has_a_peer_and_is_right(tmp_path: Path, where: list[str]) -> N
     page = bench("--render", str(tmp_path)).stdout
     assert "tokens=160 hidden=24" in page
     assert "2 emulated nodes" in page
+
+
+def test_sums_with_a_residual_and_a_norm(tmp_path: Path) -> None:
+    """Of a plain sum and of products, in loops too, where libraries sum in place."""
+    shapes, file = tmp_path / "in.json", tmp_path / "x.json"
+    plain = {"op": "all_reduce", "sizes": {"m": 161, "n": 128}}
+    shapes.write_text(json.dumps({"shapes": [plain, {"op": "gemm_all_reduce", **PRODUCT}]}))
+    done = bench("all_reduce,gemm_ar", "--norm", "--ranks", "2", "--accelerator", "streams",
+                 "--shapes", str(shapes), "--iterations", "2", "--warmup", "1",
+                 "--dtype", "bfloat16", "--mode", "kernel,eager", "--json", str(file),
+                 "--peers", f"gloo+matmul,{WRONG}")  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "sums with residual and norm" in done.stdout
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["shape"]["op"] for row in rows] == ["all_reduce", "gemm_all_reduce"] * 2
+    for row in rows:
+        for name, state in (("mkernel", "right"), ("gloo+matmul", "right"), (WRONG, "wrong")):
+            assert row["entries"][name]["state"] == state, (row["shape"]["op"], row["mode"], name)
+    for why, options in (
+        ("all_reduce or gemm_ar beside it", ["ag_gemm"]),
+        ("nothing beside --scales", ["gemm_ar", "--dtype", "float8_e4m3"]),
+    ):
+        refused = bench(*options, "--norm")
+        assert refused.returncode == 2
+        assert why in refused.stderr
 
 
 def test_experts_with_a_capacity(tmp_path: Path) -> None:

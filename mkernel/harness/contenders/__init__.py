@@ -22,6 +22,8 @@ from mkernel.plan.ops import BACKWARD
 ATTENTION_BACKWARD = BACKWARD["ring_attention"]
 EXPERTS = ("moe_dispatch_gemm", "moe_gemm_combine", MOE_LAYER)
 """Ops with products of experts."""
+SUMS = ("all_reduce", "gemm_all_reduce")
+"""Ops whose result is a sum on every rank, which may have a residual and a norm."""
 DISPATCHED = ("outputs", "counts")
 """Outputs of a dispatch; its combine is an op of its own."""
 
@@ -51,6 +53,8 @@ class Contender(ABC):
     kind: ClassVar[Kind] = "op"
     most_kept: ClassVar[int] = LOOP_CALLS
     """Results of a loop that may be alive at once."""
+    shares_outputs = False
+    """Calls of a turn share memory for their outputs, so that what :meth:`place` put there is lost."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -95,6 +99,10 @@ class Contender(ABC):
     def before(self, inputs: Inputs) -> None:  # noqa: B027 - most have nothing to do
         """Make what a turn needs of its inputs and is not timed; may add to them. Collective."""
 
+    def place(self, inputs: Inputs, outputs: Tensors) -> None:  # noqa: B027 - most have nothing to do
+        """Put into a call's outputs, which were poisoned, what the call sums in place. It is not timed,
+        since the product before a sum writes there."""
+
     @abstractmethod
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         """Do the work on the current stream; return the results by name, in ``outputs`` or memory of
@@ -112,7 +120,7 @@ class Contender(ABC):
         """Return the largest relative error that counts as right, by output; an output that is missing
         here must be equal."""
         if self.problem.op in GEMMS:
-            return {"out": library_limit(self.problem)}
+            return dict.fromkeys(self.problem.memory(self.kind), library_limit(self.problem))
         variances = LAYER_VARIANCES if self.op == MOE_LAYER else 2.0
         return widened(self.problem.oracle(self.kind).tolerances(), variances)
 
@@ -158,6 +166,8 @@ _CLASSES = {
     "symm_mem": "symm_mem:SymmMem",
     "symm_mem-one-shot": "symm_mem:OneShot",
     "symm_mem-two-shot": "symm_mem:TwoShot",
+    "flashinfer-one-shot": "flash_infer:OneShot",
+    "flashinfer-two-shot": "flash_infer:TwoShot",
     "deepep": "deep_ep:DeepEp",
     "gather+grouped": "experts:GatheredExperts",
     "ring": "attention:Ring",

@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import distributed
-from torch.nn.functional import rms_norm
 
 from mkernel.backends.contracts.scaled import block_product, padded_blocks
-from mkernel.cases.all_reduce import EPS
 from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.harness.contenders import (
     ATTENTION_BACKWARD,
     NO_ROUNDING,
+    SUMS,
     Contender,
     attention,
     experts,
 )
 from mkernel.harness.contenders.collectives import all_gather, collective
 from mkernel.harness.contenders.experts import kept, padded
+from mkernel.harness.contenders.norm import AddAndNorm
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 from mkernel.plan.arguments import scale_sizes
@@ -52,29 +52,25 @@ def scales_without_product(problem: Problem) -> str | None:
     return "torch has no product with scales by blocks here"
 
 
-def normed(total: torch.Tensor, inputs: Inputs) -> Tensors:
-    """Return the results of a call whose sum is there: by two kernels of torch where there is a
-    norm."""
-    weight = inputs.get("norm_weight")
-    if weight is None:
-        return {"out": total}
-    new = total + inputs["residual"]
-    return {"out": rms_norm(new, weight.shape, weight, EPS), "residual_out": new}
-
-
-def _all_reduced(problem: Problem, inputs: Inputs) -> Tensors:
-    """Sum a copy of x, since torch's collective overwrites what it sums."""
-    total = inputs["x"].clone()
-    distributed.all_reduce(total)
-    return normed(total, inputs)
-
-
 _LIBRARIES: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
-    "all_reduce": _all_reduced,
     **attention.CALLS,
     **experts.CALLS,
 }
-"""An op by libraries, where it is no GEMM."""
+"""An op by libraries, where it is neither a GEMM nor a sum."""
+
+
+def place_rows(contender: Contender, inputs: Inputs, outputs: Tensors) -> None:
+    """Put x where a plain sum is made in place (:meth:`Contender.place`)."""
+    if contender.op == "all_reduce" and not contender.shares_outputs:
+        outputs["out"].copy_(inputs["x"])
+
+
+def summed_rows(contender: Contender, inputs: Inputs, out: torch.Tensor) -> None:
+    """Write what a rank adds to a sum to ``out``: its product, or x unless it was placed there."""
+    if contender.op == "gemm_all_reduce":
+        product(inputs["a"], inputs, out, fast=contender.fast)
+    elif contender.shares_outputs:
+        out.copy_(inputs["x"])
 
 
 class PartAlone(Contender):
@@ -163,7 +159,8 @@ class Collective(PartAlone):
 
 
 class Sequential(Contender):
-    """torch's products and torch.distributed's collectives, one after the other."""
+    """torch's products and torch.distributed's collectives, one after the other. Sums are in place, as
+    torch has them: the rows of a plain one lie in the output before the call."""
 
     name = "sequential"
     library = True
@@ -171,6 +168,7 @@ class Sequential(Contender):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._between = torch.empty(0)
+        self._norm = AddAndNorm(problem)
         if problem.op in GEMMS:
             sizes = problem.case.sizes
             shape = sizes["m"], sizes["k" if problem.gathers else "n"]
@@ -198,6 +196,9 @@ class Sequential(Contender):
         if self.op == ATTENTION_BACKWARD:
             attention.forward(self.problem, inputs)
 
+    def place(self, inputs: Inputs, outputs: Tensors) -> None:
+        place_rows(self, inputs, outputs)
+
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         op = self.op
         if op == "all_gather_gemm":
@@ -206,10 +207,10 @@ class Sequential(Contender):
                 inputs = {**inputs, "a_scale": self._gathered_scales(inputs["a_scale"])}
             product(self._between, inputs, outputs["out"], fast=self.fast)
             return outputs
-        if op == "gemm_all_reduce":
-            product(inputs["a"], inputs, outputs["out"], fast=self.fast)
+        if op in SUMS:
+            summed_rows(self, inputs, outputs["out"])
             distributed.all_reduce(outputs["out"])
-            return outputs
+            return self._norm(outputs["out"], inputs)
         if op == "gemm_reduce_scatter":
             product(inputs["a"], inputs, self._between, fast=self.fast)
             collective(op, self._between, outputs["out"])

@@ -14,7 +14,7 @@ from torch import distributed
 
 from mkernel.errors import Unsupported
 from mkernel.harness.contenders import symm_mem
-from mkernel.harness.contenders.library import NcclCublas, normed
+from mkernel.harness.contenders.library import NcclCublas
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 
@@ -24,7 +24,7 @@ LEAST_NCCL = (2, 27)
 
 class NcclWindows(NcclCublas):
     """The plain library path with windows: shares of A and what is gathered of them, products and their
-    sums. A plain sum is copied into one first."""
+    sums."""
 
     name = "nccl-windows"
     ops, ops_text = (*GEMMS, "all_reduce"), "for GEMM ops and sums"
@@ -49,13 +49,6 @@ class NcclWindows(NcclCublas):
             return super().outputs()
         given = self.problem.given(self.kind).items()
         return {name: self._memory(shape, dtype) for name, (shape, dtype) in given}
-
-    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        if self.op != "all_reduce":
-            return super().call(inputs, outputs)
-        outputs["out"].copy_(inputs["x"])
-        distributed.all_reduce(outputs["out"])
-        return normed(outputs["out"], inputs)
 
     def close(self) -> None:
         for pool in self._pools:  # which are kept as long as their tensors

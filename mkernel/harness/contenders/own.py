@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import mkernel
 from mkernel.backends.contracts.instrumented import Instrumented, View
-from mkernel.cases.all_reduce import EPS
 from mkernel.cases.base import Outcome
 from mkernel.cases.moe_layer import OP as MOE_LAYER
-from mkernel.harness.contenders import ATTENTION_BACKWARD, DISPATCHED, Contender
+from mkernel.harness.contenders import ATTENTION_BACKWARD, DISPATCHED, SUMS, Contender
 from mkernel.harness.contenders.experts import kept, padded, without_padding
+from mkernel.harness.contenders.norm import has_norm
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 from mkernel.ops import moe
@@ -42,6 +42,9 @@ class Mkernel(Contender):
         self._capacity: int | None = problem.case.options.get("capacity")
         self._causal = bool(problem.case.sizes.get("causal"))
         self._group = group_name(None)
+        self._normed = has_norm(problem)
+        case: Any = problem.case
+        self._eps: float = case.eps if self._normed else 0.0
 
     @classmethod
     def way(cls, problem: Problem) -> str:
@@ -67,13 +70,13 @@ class Mkernel(Contender):
         kept(inputs, "rows", padded(inputs[rows], self._capacity))
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        if self._gemm is not None:
+        if self._gemm is not None and not self._normed:
             scales = {name: inputs[name] for name in _SCALES if name in inputs}
             out = self._gemm(
                 inputs["a"], inputs["b"], out=outputs.get("out"), use_fast_accum=self.fast, **scales
             )
             return {"out": out}
-        if self.op == "all_reduce":
+        if self.op in SUMS:
             return self._summed(inputs, outputs)
         if self.op in ("ring_attention", ATTENTION_BACKWARD):
             backward = self.op == ATTENTION_BACKWARD
@@ -102,12 +105,17 @@ class Mkernel(Contender):
         return {"out": mkernel.moe_gemm_combine(sent.outputs, inputs["w2"], sent.handle, weights)}
 
     def _summed(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        if "norm_weight" not in inputs:
+        if not self._normed:
             return {"out": mkernel.all_reduce(inputs["x"], out=outputs["out"])}
-        residual, weight = inputs["residual"], inputs["norm_weight"]
-        out, new = mkernel.all_reduce(
-            inputs["x"], residual=residual, norm_weight=weight, eps=EPS, out=outputs["out"]
-        )
+        given: dict[str, Any] = {
+            "residual": inputs["residual"],
+            "norm_weight": inputs["norm_weight"],
+        }
+        given |= {"eps": self._eps, "out": outputs.get("out")}
+        if self._gemm is None:
+            out, new = mkernel.all_reduce(inputs["x"], **given)
+        else:
+            out, new = self._gemm(inputs["a"], inputs["b"], **given)
         return {"out": out, "residual_out": new}
 
     def _attended(self, inputs: Inputs) -> Tensors:
@@ -189,6 +197,13 @@ class WithOptions(Mkernel):
 
     options: ClassVar[Mapping[str, str]]
 
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        """Return why the problem has no such options, or None."""
+        if problem.op not in mkernel.capabilities().library_ops:
+            return "the accelerator has one path for this op: mkernel"
+        return "calls with a norm take no such option" if has_norm(problem) else None
+
     @property
     def called_with(self) -> Mapping[str, Any]:
         """Return the options of this problem's calls."""
@@ -210,14 +225,8 @@ class MkernelFused(WithOptions):
     name = "mkernel-fused"
     options: ClassVar[Mapping[str, str]] = {"path": "fused"}
 
-    @classmethod
-    def unusable(cls, problem: Problem) -> str | None:
-        if problem.op in mkernel.capabilities().library_ops:
-            return None
-        return "the accelerator has one path for this op: mkernel"
 
-
-class MkernelLibrary(MkernelFused):
+class MkernelLibrary(WithOptions):
     """The op on its library path: a product of torch's and a collective of ours."""
 
     name = "mkernel-library"
@@ -262,6 +271,8 @@ class MkernelSequential(Mkernel):
     def unusable(cls, problem: Problem) -> str | None:
         if problem.op not in cls.ops or problem.nodes == 1:
             return cls.ops_text
+        if has_norm(problem):
+            return "for calls without a norm"
         has_views = isinstance(current().accelerator, Instrumented)
         return None if has_views else "the accelerator has no such view"
 

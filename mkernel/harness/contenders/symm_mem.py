@@ -10,14 +10,21 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import distributed
 
 from mkernel.cases.parts import Transfer
-from mkernel.harness.contenders import NO_ROUNDING, Contender
-from mkernel.harness.contenders.library import PartAlone, normed, product, scales_without_product
+from mkernel.harness.contenders import NO_ROUNDING, SUMS, Contender
+from mkernel.harness.contenders.library import (
+    PartAlone,
+    place_rows,
+    product,
+    scales_without_product,
+    summed_rows,
+)
+from mkernel.harness.contenders.norm import AddAndNorm
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 
@@ -79,6 +86,7 @@ class SymmMem(Contender):
         self._group = group_name()
         self._multicast = _sees_multicast(problem.device)
         self._sums = problem.op == "gemm_all_reduce"
+        self._norm = AddAndNorm(problem)
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
@@ -91,12 +99,7 @@ class SymmMem(Contender):
 
     def outputs(self) -> Tensors:
         """Return GEMM+AllReduce's output in symmetric memory, where products are summed."""
-        if not self._sums:
-            return {}
-        shape, _ = self.problem.memory("op")["out"]
-        made = symmetric(shape, self.problem)
-        rendezvous(made, self._group)
-        return {"out": made}
+        return {"out": symmetric_output(self.problem, self._group)} if self._sums else {}
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         ops, a, b = torch.ops.symm_mem, inputs["a"], inputs["b"]
@@ -112,9 +115,9 @@ class SymmMem(Contender):
             return {"out": ops.fused_matmul_reduce_scatter(a, b, "sum", 0, self._group)}
         out = outputs["out"]
         product(a, inputs, out, fast=self.fast)
-        if out.nbytes <= ONE_SHOT_BYTES:
-            return {"out": ops.one_shot_all_reduce(out, "sum", self._group)}
-        return {"out": ops.two_shot_all_reduce_(out, "sum", self._group)}
+        small = out.nbytes <= ONE_SHOT_BYTES
+        reduced = ops.one_shot_all_reduce if small else ops.two_shot_all_reduce_
+        return self._norm(reduced(out, "sum", self._group), inputs)
 
     def _scaled(self, inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
         """Call the op for e4m3 operands."""
@@ -197,51 +200,53 @@ def symmetric(shape: tuple[int, ...], problem: Problem) -> torch.Tensor:
     return made
 
 
-class SymmetricSum(Contender):
-    """torch.ops.symm_mem's all-reduce, with torch's norm behind it."""
+def symmetric_output(problem: Problem, group: str) -> torch.Tensor:
+    """Allocate a sum's output, which all ranks of the group can reach. Collective."""
+    shape, _ = problem.memory("op")["out"]
+    made = symmetric(shape, problem)
+    rendezvous(made, group)
+    return made
 
-    ops, ops_text = ("all_reduce",), "for plain sums"
+
+class SymmetricSum(Contender):
+    """One of torch.ops.symm_mem's all-reduces, of rows that a product wrote to its memory or that lie
+    there before the call."""
+
+    ops, ops_text = SUMS, "for sums on every rank"
     device, library = "cuda", True
+    reduced: ClassVar[str]
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._group = group_name()
+        self._norm = AddAndNorm(problem)
+        self._reduced = getattr(torch.ops.symm_mem, self.reduced)
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        return super().unusable(problem) or unusable(problem)
+        return super().unusable(problem) or unusable(problem) or scales_without_product(problem)
 
-    def _symmetric(self) -> torch.Tensor:
-        shape, _ = self.problem.memory("op")["out"]
-        made = symmetric(shape, self.problem)
-        rendezvous(made, self._group)
-        return made
+    def outputs(self) -> Tensors:
+        return {"out": symmetric_output(self.problem, self._group)}
+
+    def place(self, inputs: Inputs, outputs: Tensors) -> None:
+        place_rows(self, inputs, outputs)
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        out = outputs["out"]
+        summed_rows(self, inputs, out)
+        return self._norm(self._reduced(out, "sum", self._group), inputs)
 
 
 class OneShot(SymmetricSum):
-    """Everything to everyone at once, of rows that lie in its memory already."""
+    """Everything to everyone at once, into new memory."""
 
     name = "symm_mem-one-shot"
-
-    def inputs(self) -> Inputs:
-        return {"x": self._symmetric()}
-
-    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        return normed(
-            torch.ops.symm_mem.one_shot_all_reduce(inputs["x"], "sum", self._group), inputs
-        )
+    reduced = "one_shot_all_reduce"
 
 
 class TwoShot(SymmetricSum):
-    """In two exchanges, in place of a copy of the rows: torch's kernel overwrites what it sums."""
+    """In two exchanges, in place."""
 
     name = "symm_mem-two-shot"
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self._sum = self._symmetric()
-
-    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        self._sum.copy_(inputs["x"])
-        torch.ops.symm_mem.two_shot_all_reduce_(self._sum, "sum", self._group)
-        return normed(self._sum, inputs)
+    reduced = "two_shot_all_reduce_"

@@ -14,11 +14,12 @@ from mkernel.cases.parts import Transfer
 from mkernel.harness import conditions, results
 from mkernel.harness import work as module
 from mkernel.harness.contenders import Contender
+from mkernel.harness.contenders.library import place_rows, summed_rows
 from mkernel.harness.contenders.symm_mem import Copy, pull_order
 from mkernel.harness.draws import MOST_ELEMENTS, MOST_PRODUCTS, drawn
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS, LOOP_CALLS, MODES, Mode, Shape
-from mkernel.harness.work import Loop, Replay, Unseen, Work, checked, clock, kept, work
+from mkernel.harness.work import Loop, OneCall, Replay, Unseen, Work, checked, clock, kept, work
 from mkernel.plan.model import OpName
 
 Memory = tuple[tuple[int, ...], torch.dtype]
@@ -264,6 +265,40 @@ def test_what_a_replay_writes_is_poisoned_before_it(given: list[tuple[Memory, in
         before = len(given)
         made.run()
         assert [unpoisoned for _, unpoisoned in given[before : before + 2]] == [0, 0]
+
+
+class SumsInPlace(Contender):
+    """Rank 0 of two, as a library that sums in place: it adds rank 1's rows to what lies in ``out``."""
+
+    name = "sums_in_place"
+
+    def before(self, inputs: Inputs) -> None:
+        of_turn = (self.problem.case.inputs(0, 2, turn)["x"] for turn in range(1, 9))
+        (turn,) = (turn for turn, x in enumerate(of_turn, 1) if torch.equal(x, inputs["x"]))
+        inputs["other"] = self.problem.case.inputs(1, 2, turn)["x"]
+
+    def place(self, inputs: Inputs, outputs: Tensors) -> None:
+        place_rows(self, inputs, outputs)
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        summed_rows(self, inputs, outputs["out"])
+        return {"out": outputs["out"].add_(inputs["other"])}
+
+
+@pytest.mark.parametrize("kind", [OneCall, Loop, WithoutGraphs])
+@pytest.mark.parametrize("most", [10**9, 1])
+def test_rows_that_are_summed_in_place_are_placed_before_a_turn(
+    kind: type[Work], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before a graph, which overwrites them while it is captured; calls that share memory for
+    outputs (``most``) copy them in their own time."""
+    monkeypatch.setattr(module, "_KEPT_ON_CPU", most)
+    case = case_of("all_reduce")({"m": 6, "n": 16}, "float32", "float32", seed=3)
+    contender = SumsInPlace(Problem(case, 0, 2, torch.device("cpu")))
+    made = kind(contender)
+    assert contender.shares_outputs == (most == 1 and kind is not OneCall)
+    for turn in (1, 3, 5):
+        assert max(errors(made, turn)) < 1e-6
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 13])

@@ -1,0 +1,150 @@
+"""FlashInfer's fused all-reduce, residual and norm as a peer, where it is installed and compiled.
+
+Its kernels load and store peers' memory directly, as TensorRT-LLM's do; none of them uses multicast.
+Its workspace is torch's symmetric memory, which :data:`symm_mem.ENVIRONMENT` keeps from multicast, too.
+Its first use compiles the kernels for minutes, so that has to be done before a run (:data:`COMPILE`).
+Options of the calls are those that vLLM passes on Hopper.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_void_p
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+from torch import distributed
+
+from mkernel.harness.contenders import SUMS, Contender
+from mkernel.harness.contenders.library import product, scales_without_product
+from mkernel.harness.contenders.norm import has_norm
+from mkernel.harness.contenders.symm_mem import unusable
+from mkernel.harness.problem import Inputs, Problem, Tensors
+
+COMPILE = (
+    "python -c 'from flashinfer.jit.comm import gen_trtllm_comm_module as m; m().build_and_load()'"
+)
+_ABSENT = "flashinfer is not installed: pip install flashinfer-python"
+_WORLDS = (2, 4, 8)
+_ACCESS_BYTES = 16
+_MOST_BYTES = 2**31 - 2**21
+"""Its buffer of all ranks' rows is at most so large."""
+
+
+class FlashInfer(Contender):
+    """FlashInfer's kernel by one of its two algorithms, of GEMM+AllReduce after torch's product."""
+
+    ops, ops_text = SUMS, "for sums on every rank"
+    cpu, library = False, True
+    one_shot: ClassVar[bool]
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        comm: Any = import_module("flashinfer.comm")
+        (rows, columns), dtype = problem.memory("op")["out"]
+        self._handles, workspace = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(
+            problem.rank, problem.world, rows, columns, group=distributed.group.WORLD
+        )
+        # Its barriers begin with flags of zero, and it leaves that to who gave it the memory.
+        inside: Any = import_module("flashinfer.comm.trtllm_ar")
+        flags = c_void_p(self._handles[1][problem.rank])
+        inside.cudart.cudaMemset(flags, 0, 4 * problem.world * inside.BarrierFlagCount)
+        torch.get_device_module(problem.device).synchronize()
+        distributed.barrier()
+        self._free = comm.trtllm_destroy_ipc_workspace_for_all_reduce_fusion
+        self._reduce = comm.trtllm_allreduce_fusion
+        self._product = torch.empty((rows, columns), dtype=dtype, device=problem.device)
+        self._options = fusion_options(problem, comm.AllReduceFusionPattern, self.one_shot)
+        self._options["workspace_ptrs"] = workspace
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        found = super().unusable(problem) or unusable(problem) or scales_without_product(problem)
+        return found or _unsupported(problem, cls.one_shot) or _not_compiled()
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        out, rows = outputs["out"], inputs.get("x")
+        if rows is None:
+            rows = self._product
+            product(inputs["a"], inputs, rows, fast=self.fast)
+        if "residual" not in inputs:
+            self._reduce(rows, allreduce_out=out, **_NO_NORM, **self._options)
+            return {"out": out}
+        new = torch.empty_like(out)
+        self._reduce(
+            rows,
+            allreduce_out=None,
+            residual_in=inputs["residual"],
+            residual_out=new,
+            norm_out=out,
+            rms_gamma=inputs["norm_weight"],
+            **self._options,
+        )
+        return {"out": out, "residual_out": new}
+
+    def close(self) -> None:
+        self._free(self._handles, distributed.group.WORLD)
+
+
+class OneShot(FlashInfer):
+    """Everything to everyone at once, by data that say themselves that they have come (Lamport)."""
+
+    name = "flashinfer-one-shot"
+    one_shot = True
+
+
+class TwoShot(FlashInfer):
+    """In two exchanges, with barriers."""
+
+    name = "flashinfer-two-shot"
+    one_shot = False
+
+
+_NO_NORM = dict.fromkeys(("residual_in", "residual_out", "norm_out", "rms_gamma"))
+
+
+def fusion_options(problem: Problem, patterns: Any, one_shot: bool) -> dict[str, Any]:
+    """Return what all calls at a problem are given beside tensors. ``patterns``: FlashInfer's."""
+    rows, columns = problem.memory("op")["out"][0]
+    normed = has_norm(problem)
+    case: Any = problem.case
+    return {
+        "world_size": problem.world,
+        "world_rank": problem.rank,
+        "token_num": rows,
+        "hidden_dim": columns,
+        "launch_with_pdl": True,
+        "trigger_completion_at_end": True,
+        "fp32_acc": True,
+        "pattern_code": patterns.kARResidualRMSNorm if normed else patterns.kAllReduce,
+        "use_oneshot": one_shot,
+        "quant_out": None,
+        "scale_out": None,
+        "rms_eps": case.eps if normed else None,
+        "scale_factor": None,
+        "layout_code": None,
+    }
+
+
+def _unsupported(problem: Problem, one_shot: bool) -> str | None:
+    """Return why its kernels do not take the problem, or None."""
+    (rows, columns), dtype = problem.memory("op")["out"]
+    if problem.world not in _WORLDS:
+        return "for 2, 4 or 8 ranks"
+    if dtype.itemsize != 2:
+        return "for sums of 16-bit elements: the buffer of its two exchanges holds no others"
+    if columns * dtype.itemsize % _ACCESS_BYTES:
+        return f"for rows of multiples of {_ACCESS_BYTES} bytes"
+    if not one_shot and rows <= problem.world:
+        return "for more rows than ranks"
+    if rows * columns * dtype.itemsize * problem.world > _MOST_BYTES:
+        return "its buffer of all ranks' rows is less than 2 GiB"
+    return None
+
+
+def _not_compiled() -> str | None:
+    if find_spec("flashinfer") is None:
+        return _ABSENT
+    jit: Any = import_module("flashinfer.jit.comm")
+    return None if jit.gen_trtllm_comm_module().is_compiled else f"not compiled yet: {COMPILE}"
