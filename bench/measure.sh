@@ -12,6 +12,9 @@
 #   floor    the same, flushed, beside their parts alone     hopper_random_SEED_kernel_2.json
 #   bars     AllReduce of the target sizes into every kind of output, and 4k, as CUDA graphs
 #                                                            hopper_all_reduce_targets_2.json, hopper_4k_2.json
+#   all_reduce  AllReduce of 1 KiB to 16 MiB and GEMM+AllReduce of few rows, each with and without residual and norm,
+#            beside the libraries that serve, as CUDA graphs. FlashInfer takes part where it is installed and compiled
+#            (bench/hopper_notes.md)   hopper_{all_reduce,few_rows}_{,norm_}2.json
 #   ways     COUNT [100] shapes of SEED [41] in every way, as CUDA graphs: what constants are fitted to and
 #            choices are judged by                           ways.json
 #   experts  MODELS' [deepseek qwen] experts by numbers of tokens, with Zipf's routing, whole layers
@@ -35,8 +38,8 @@
 #   calls    10^6 calls of a small op, alone, eager and then by a graph  the same
 #   alternate  layers, in turns with another commit: is this one as fast?  two_commits/*.json
 #              OLD: where that one is installed, by `pip install --target`
-# CARD: stands in the names of files of `loops`, `first`, `seed`, `floor`, `bars`, `ways` and `experts` ahead of
-# the number of GPUs (h100).
+# CARD: stands in the names of files of `loops`, `first`, `seed`, `floor`, `bars`, `all_reduce`, `ways` and `experts`
+# ahead of the number of GPUs (h100).
 # RESULTS: where files are written [bench/results]. RAW: where those of `mkernel bench` are with every turn, of
 # which RESULTS has summaries [build/raw]. MKERNEL_COMMIT: which commit this tree is, where there is
 # no git to ask. Exit code 0 only if every result was right, every test passed and every bar was met.
@@ -122,6 +125,7 @@ halves=dispatch_gemm,gemm_combine
 drawn=(ag_gemm,gemm_rs,gemm_ar --ranks 2 --accelerator hopper --iterations 3 --warmup 1)
 layers=(--ranks 2 --shapes layers --accelerator hopper)
 peers=(--peers "nccl+cublas,nccl-windows,symm_mem")
+served=nccl+cublas,nccl-windows,symm_mem-one-shot,symm_mem-two-shot,flashinfer-one-shot,flashinfer-two-shot
 fp8=(--ranks 2 --accelerator hopper --shapes fp8-targets --dtype float8_e4m3 --mode graph --iterations 3 --warmup 1)
 gemms=4096x1024x4096,8192x2048x8192,16384x4096x16384,8192x7168x8192
 gemms+=,4096x4096x1024,8192x8192x2048,16384x16384x4096,8192x8192x7168
@@ -162,6 +166,15 @@ for part in "$@"; do
             --shapes 4096x4096x1024,8192x8192x2048,16384x16384x4096,8192x8192x7168 \
             --peers nccl+cublas,nccl-windows,symm_mem,mkernel-symmetric,mkernel-allocating
         bench "hopper_4k_${card}2" ag_gemm,gemm_rs "${named[@]}" --shapes 4096x1024x4096,4096x4096x1024 "${peers[@]}"
+        ;;
+    all_reduce)
+        for norm in "" norm; do
+            sums=(--ranks 2 --accelerator hopper --mode graph --iterations 3 --warmup 1 --peers "$served" ${norm:+--norm})
+            for op in all_reduce gemm_ar; do
+                [ $op = gemm_ar ] && file=few_rows || file=$op
+                bench "hopper_${file}_${norm:+norm_}${card}2" $op "${sums[@]}" --shapes bench/sums_two_ranks.json
+            done
+        done
         ;;
     ways)
         ways="$raw/hopper_ways_${SEED:-41}_${card}2.json"
@@ -281,7 +294,7 @@ for part in "$@"; do
         run python bench/two_commits.py --old "$raw"/two_commits/old_*.json --new "$raw"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, seed, floor, bars, ways, experts, experts_nodes, tiles, fp8, fp8_more, attention, nodes, whole, host, parts, soak, calls, alternate" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, seed, floor, bars, all_reduce, ways, experts, experts_nodes, tiles, fp8, fp8_more, attention, nodes, whole, host, parts, soak, calls, alternate" >&2
         exit 2
         ;;
     esac

@@ -106,7 +106,7 @@ def _named(part: str) -> dict[str, int]:
 def _checked(chosen: tuple[Shape, ...], ranks: int) -> tuple[Shape, ...]:
     """Check that the ranks can share the shapes. ArgumentError."""
     for each in chosen:
-        if each.op == "all_reduce":  # whose rows need not be cut alike
+        if each.op in ("all_reduce", "gemm_all_reduce"):  # whose rows need not be cut alike
             continue
         sizes = each.named_sizes
         name = next(name for name in ("m", "experts", "sequence") if name in sizes)

@@ -20,6 +20,10 @@ pytestmark = [needs_gpus(1), pytest.mark.alone, pytest.mark.usefixtures("leaves_
 OPS: tuple[OpName, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 EVERY: tuple[Mode, ...] = ("kernel", "eager", "graph", "first")
 PEERS = ("nccl+cublas", "symm_mem")
+SUMS = (
+    "nccl+cublas", "nccl-windows", "symm_mem-one-shot", "symm_mem-two-shot",
+    "flashinfer-one-shot", "flashinfer-two-shot",
+)  # fmt: skip
 PARTS = ("gemm", "comm", "copy")
 MOST_SKEW_US = 5.0
 
@@ -142,6 +146,23 @@ def test_peers_with_windows_are_right(op: OpName) -> None:
     watched = bench(2, shapes=(shape,), contenders=("bench_ranks:WatchedWindows",))
     (row,) = watched.rows
     assert row.entries["bench_ranks:WatchedWindows"].state == "right"
+
+
+@times_ranks
+@needs_gpus(2)
+@pytest.mark.parametrize("op", ["all_reduce", "gemm_all_reduce"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_peers_of_sums_are_right(op: OpName, norm: bool) -> None:
+    """In all modes, of one row and of many, with libraries' norms compiled. FlashInfer is right or
+    names why it takes no part."""
+    sizes: dict[str, int] = {"n": 1024} | ({} if op == "all_reduce" else {"k": 768})
+    shapes = tuple(Shape(op=op, m=m, **sizes) for m in (1, 130))
+    made = bench(2, shapes=shapes, modes=EVERY, norm=norm, contenders=("mkernel", *SUMS))
+    for row in made.rows:
+        for name, entry in row.entries.items():
+            absent = "flashinfer" in name and entry.state == "absent"
+            assert absent or entry.state == "right", (row.mode, row.shape.size, name, entry.why)
+            assert not absent or entry.why
 
 
 @times_ranks

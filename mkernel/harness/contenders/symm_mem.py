@@ -168,7 +168,9 @@ class Copy(PartAlone):
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        return super().unusable(problem) or unusable(problem)
+        found = super().unusable(problem) or unusable(problem)
+        rows = problem.case.sizes.get("m", 0)
+        return found or ("for rows that ranks share alike" if rows % problem.world else None)
 
     def inputs(self) -> Inputs:
         return {"x": self._source}

@@ -12,7 +12,7 @@ import torch
 
 from mkernel.cases import case_of, compare
 from mkernel.harness import contenders
-from mkernel.harness.contenders import NO_ROUNDING, Contender, symm_mem
+from mkernel.harness.contenders import NO_ROUNDING, Contender, own, symm_mem
 from mkernel.harness.contenders.library import Collective, Gemm, GlooMatmul, NcclCublas
 from mkernel.harness.contenders.own import Mkernel
 from mkernel.harness.contenders.symm_mem import Copy, SymmMem
@@ -89,6 +89,52 @@ def on_gpus(op: str, monkeypatch: pytest.MonkeyPatch, m: int = 64, **options: An
         monkeypatch.setenv(name, value)
     case = case_of(op)({"m": m, "n": 32, "k": 48}, "bfloat16", "bfloat16", options=options)
     return Problem(case, 0, 2, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("name", ["symm_mem-one-shot", "symm_mem-two-shot"])
+@pytest.mark.parametrize("op", ["gemm_all_reduce", "all_reduce"])
+def test_why_sums_in_symmetric_memory_take_no_part(
+    name: str, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, found = contenders.named(name), on_gpus("gemm_all_reduce", monkeypatch)
+    if op == "all_reduce":
+        found = replace(found, case=case_of(op)({"m": 64, "n": 32}, "bfloat16", "bfloat16"))
+    assert name in contenders.PEERS
+    assert kind.unusable(found) is None
+    for other in OPS[:2]:
+        assert kind.unusable(on_gpus(other, monkeypatch)) == "for sums on every rank"
+    assert kind.unusable(replace(found, bars_libraries="past the NIC")) == "past the NIC"
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
+    assert kind.unusable(found) == "needs TORCH_SYMM_MEM_DISABLE_MULTICAST=1"
+
+
+def test_why_copies_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Copy.unusable(on_gpus("gemm_all_reduce", monkeypatch)) is None
+    uneven = on_gpus("gemm_all_reduce", monkeypatch, m=63)
+    assert Copy.unusable(uneven) == "for rows that ranks share alike"
+
+
+def test_a_norm_takes_no_options_of_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    has = SimpleNamespace(library_ops=("gemm_all_reduce",))
+    monkeypatch.setattr(own.mkernel, "capabilities", lambda: has)
+    for name in ("mkernel-fused", "mkernel-library", "mkernel-parts", "mkernel-halves"):
+        kind = contenders.named(name)
+        assert kind.unusable(on_gpus("gemm_all_reduce", monkeypatch)) is None
+        normed = on_gpus("gemm_all_reduce", monkeypatch, norm="residual")
+        assert kind.unusable(normed) == "calls with a norm take no such option"
+        other = on_gpus("all_gather_gemm", monkeypatch)
+        assert kind.unusable(other) == "the accelerator has one path for this op: mkernel"
+
+
+def test_limits_of_sums_with_a_norm() -> None:
+    """Both results are rounded once more than the sum; their limits stay the sum's."""
+    case = case_of("gemm_all_reduce")(
+        {"m": 64, "n": 32, "k": 48}, "bfloat16", "bfloat16", options={"norm": "residual"}
+    )
+    made: Any = object.__new__(NcclCublas)
+    made.problem = Problem(case, 0, 2, torch.device("cpu"))
+    plain = limit(NcclCublas, "gemm_all_reduce", "bfloat16")
+    assert made.limits() == {"out": plain, "residual_out": plain}
 
 
 def test_why_windows_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,29 @@ def test_bad_files_are_named(tmp_path: Path, content: str) -> None:
         shapes(str(path), OPS, 2)
 
 
+def test_only_sums_have_rows_that_ranks_cannot_share_alike() -> None:
+    (found,) = shapes("3x32x16", OPS[2:], 2)
+    assert found.m == 3
+    for op in OPS[:2]:
+        with pytest.raises(ArgumentError, match="a multiple of 2"):
+            shapes("3x32x16", (op,), 2)
+
+
+def test_sums_of_serving_are_named_by_their_bytes() -> None:
+    """The list of `bench/measure.sh all_reduce`: 1 KiB to 16 MiB of 16-bit elements, and few rows."""
+    path = Path(__file__).parents[3] / "bench/sums_two_ranks.json"
+    plain, products = (shapes(str(path), (op,), 2) for op in ("all_reduce", "gemm_all_reduce"))
+    units = {"KiB": 1 << 10, "MiB": 1 << 20}
+    sizes = {"": 0} | {
+        each.name: int(each.name.split()[0]) * units[each.name.split()[1]] for each in plain
+    }
+    assert {sizes[each.name] for each in plain} == {1 << i for i in range(10, 25)}
+    assert all(2 * each.sizes["m"] * each.sizes["n"] == sizes[each.name] for each in plain)
+    assert {each.sizes["n"] for each in plain[3:]} == {4096, 8192}
+    assert {each.m for each in products} == {1, 8, 32, 64, 128, 256, 512}
+    assert len({(each.n, each.k) for each in products}) == 5
+
+
 def test_unknown_lists_are_refused() -> None:
     with pytest.raises(ArgumentError, match=", ".join(SHIPPED)):
         shapes("nowhere", OPS, 2)
