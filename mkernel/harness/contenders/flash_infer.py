@@ -146,5 +146,8 @@ def _unsupported(problem: Problem, one_shot: bool) -> str | None:
 def _not_compiled() -> str | None:
     if find_spec("flashinfer") is None:
         return _ABSENT
-    jit: Any = import_module("flashinfer.jit.comm")
-    return None if jit.gen_trtllm_comm_module().is_compiled else f"not compiled yet: {COMPILE}"
+    try:
+        compiled = import_module("flashinfer.jit.comm").gen_trtllm_comm_module().is_compiled
+    except (ImportError, RuntimeError) as error:  # what it needs is missing, or it has no such card
+        return f"flashinfer does not load: {error}"
+    return None if compiled else f"not compiled yet: {COMPILE}"

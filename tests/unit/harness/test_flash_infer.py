@@ -44,10 +44,12 @@ def test_why_it_takes_no_part(name: str, op: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(flash_infer, "find_spec", lambda module: None)
     assert peer.unusable(found) == "flashinfer is not installed: pip install flashinfer-python"
+    monkeypatch.setattr(flash_infer, "find_spec", lambda module: object())
+    monkeypatch.setitem(sys.modules, "flashinfer.jit.comm", None)
+    assert "flashinfer does not load: import of flashinfer.jit.comm" in str(peer.unusable(found))
     module = SimpleNamespace(is_compiled=False)
     jit: Any = SimpleNamespace(gen_trtllm_comm_module=lambda: module)
     monkeypatch.setitem(sys.modules, "flashinfer.jit.comm", jit)
-    monkeypatch.setattr(flash_infer, "find_spec", lambda module: object())
     assert peer.unusable(found) == f"not compiled yet: {flash_infer.COMPILE}"
     module.is_compiled = True
     assert peer.unusable(found) is None
