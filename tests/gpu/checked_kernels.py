@@ -162,10 +162,10 @@ def attention_backward() -> list[str]:
 
 
 def sums() -> list[str]:
-    """AllReduce of rows, few by mail and many by flags, with norms and without."""
+    """AllReduce of rows, by mail at once and in two exchanges, and by flags; with norms and without."""
     few = [rows(3, 1032), rows(64, 4096, norm="alone"), rows(33, 1032, "float16", "residual")]
     many = [rows(4096, 4104, norm=norm) for norm in (None, "residual")]
-    return judged([*few, *many], 0)
+    return judged([*few, rows(1031, 4104, norm="residual"), *many], 0)
 
 
 def exchanges() -> list[str]:

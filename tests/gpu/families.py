@@ -184,7 +184,8 @@ def drawn_few(chance: random.Random, world: int) -> Shape:
 
 
 # One row, more than multiprocessors; rows of one vector, of several a thread; two exchanges, by flags,
-# by mail, and by flags since results are symmetric.
+# by mail, and by flags since results are symmetric; by mail with norms, of at most all that mail holds,
+# of rows of several vectors a thread, and of narrow ones.
 ROWS = [
     rows(1, 8192, norm="residual"),
     rows(300, 4096, norm="residual"),
@@ -196,6 +197,11 @@ ROWS = [
     rows(4000, 4096, to="symmetric"),
     rows(1031, 4104, norm="residual"),
     rows(1031, 4104, "float16", to="symmetric"),
+    rows(1024, 8192, norm="residual"),
+    rows(300, 16392, norm="alone", to="x"),
+    rows(2048, 2056, "float16", norm="residual"),
+    rows(4000, 520, norm="residual"),
+    rows(1024, 4096, norm="residual", to="symmetric"),
 ]
 ATTENTION = [
     Attention(1, 4, 4, 256, causal=True),

@@ -48,6 +48,7 @@ _TAKING = (
     "collectives::reduce_kernel", "collectives::sum_parts_kernel", "land_kernel",
     "moe::push_wanted_kernel", "moe::sum_ranks_kernel", "moe::sum_rows_kernel", "put_kernel",
     "rendezvous_kernel", "scale_results_kernel", "sum_rows_kernel",
+    "sum_rows_twice_kernel",
 )  # fmt: skip
 _BESIDE = ("collectives::sum_parts_kernel", "rendezvous_kernel", "scale_results_kernel")
 UNWATCHED: dict[tuple[str, str], str] = {

@@ -220,8 +220,8 @@ SumWay = Literal["mail", "mail_twice", "two_shot"]
 class SumSchedule(Schedule):
     """The schedule of AllReduce: everything to everyone at once, by a Lamport exchange, in a kernel
     of ``blocks`` blocks that normalises the rows that it sums; or an exchange of partial results
-    and one of sums, by Lamport exchanges or by flags, in a kernel of twice as many blocks, with a
-    norm in a kernel that follows."""
+    and one of sums, by Lamport exchanges in such a kernel if rows are normalised, else in one of
+    twice as many blocks, or by flags in such a one, with a norm in a kernel that follows."""
 
     kind: Literal["hopper.all_reduce"] = "hopper.all_reduce"
     way: SumWay

@@ -21,20 +21,21 @@ SUMMED = ("x", *STARTED[1:])
 """The tensors that starters of AllReduce take."""
 
 
-def summed_rows(plan: LaunchPlan, blocks: int = 0) -> _hopper.SummedRows:
+def summed_rows(plan: LaunchPlan, blocks: int = 0, twice: bool = False) -> _hopper.SummedRows:
     """Return the rows that a plan sums, and their norm if the launch has one. ``blocks``: of the
-    kernel that sums them by mail."""
-    norm = plan.norm if _normalises(plan) else None
+    kernel that sums them by mail; ``twice``: in two exchanges."""
+    norm = plan.norm if normalises(plan) else None
     made: _hopper.SummedRows = native().SummedRows(
-        rows_of(plan, blocks), None if norm is None else norm.eps
+        rows_of(plan, blocks, twice=twice), None if norm is None else norm.eps
     )
     return made
 
 
 def normed_rows(plan: LaunchPlan) -> _hopper.SummedRows | None:
     """Return :func:`summed_rows` if the launch normalises them."""
-    return summed_rows(plan) if _normalises(plan) else None
+    return summed_rows(plan) if normalises(plan) else None
 
 
-def _normalises(plan: LaunchPlan) -> bool:
+def normalises(plan: LaunchPlan) -> bool:
+    """Return whether the launch normalises the rows that it sums."""
     return plan.norm is not None and plan.norm.step == "launch"

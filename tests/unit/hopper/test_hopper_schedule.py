@@ -27,6 +27,7 @@ from mkernel.backends.accelerators.hopper.gemm import (
 )
 from mkernel.backends.accelerators.hopper.gemm import fused as gemm
 from mkernel.backends.accelerators.hopper.schedule import (
+    MOST_NORMED_COLUMNS,
     FewRowsSchedule,
     LibrarySchedule,
     PartsSchedule,
@@ -382,6 +383,45 @@ def test_no_field_of_a_plain_sum_is_decoration(started: Started, m: int, way: st
     usual = world.plan("all_reduce", {"m": m, "n": 2048}, dtype="bfloat16")
     assert usual.part(SumSchedule).way == way
     assert decorations(usual, launches(started, world, usual)) == []
+
+
+@pytest.mark.parametrize("view", ["pipelined", "compute_only"])
+@pytest.mark.parametrize(
+    ("m", "n", "way"),
+    [
+        (1024, 4096, "mail"),
+        (1024, 8192, "mail_twice"),  # all that a call's mail may have
+        (1023, 8200, "two_shot"),  # which it would not exceed, were rows cut
+        (1031, 4104, "mail_twice"),
+        (160, MOST_NORMED_COLUMNS + 8, "two_shot"),  # rows that a block cannot keep
+    ],
+)
+def test_who_normalises_rows_of_sums(
+    started: Started, m: int, n: int, way: str, view: View
+) -> None:
+    """The kernel that takes them by mail, in one exchange or two; else one that follows."""
+    world = gpus()
+    plain = world.plan("all_reduce", {"m": m, "n": n}, dtype="bfloat16")
+    assert plain.part(SumSchedule).way == ("mail" if way == "mail" else "mail_twice")
+    around = Around(norm=Norm(True, 1e-6))
+    usual = world.plan("all_reduce", {"m": m, "n": n}, dtype="bfloat16", around=around)
+    assert usual.part(SumSchedule).way == way
+    call, rows = last_rank(usual, view), torch.zeros(m, n).bfloat16()
+    given = {"residual": rows, "residual_out": rows.clone(), "norm_weight": rows[0].clone()}
+    call = replace(call, tensors={**call.tensors, **given})
+    executor = dispatch.executor_of(usual)
+    needs = executor.workspace(usual)
+    executor(call, CONTEXT).start(call, 5)
+    names = [name for name, *_ in started.told]
+    inside = way != "two_shot"
+    assert ("sum_rows" in names, "norm_rows" in names, "all_reduce" in names) == (
+        inside, not inside, not inside and view != "compute_only",
+    )  # fmt: skip
+    twice = [f"'twice': {way == 'mail_twice'}" in named for name, _, named in (
+        one for one in started.told if one[0] == "RowsOfSums" and "norm" in one[2]
+    )]  # fmt: skip
+    assert twice == ([True] if inside else [False])
+    assert (needs.areas[0] > started.DATA_OFFSET) != inside  # nothing but mail
 
 
 def test_a_plain_sum_too_large_for_mail_is_refused(started: Started) -> None:

@@ -4,7 +4,8 @@
               (``kernels/collectives/sum_rows.hpp``)
   two_shot    a collective: x ──▶ owners ──▶ sums ──▶ every rank's out
               (``kernels/collectives/collectives.hpp``); where there is a norm, a kernel behind it
-  mail_twice  the same, by mail (``kernels/collectives/mail.hpp``); symmetric outs as two_shot
+  mail_twice  the same, by mail (``kernels/collectives/mail.hpp``); symmetric outs as two_shot. Where
+              there is a norm, one kernel as of mail, in which each rank normalises the sums that come
 All views run alike, except compute_only, in which the sum has only this rank's terms.
 """
 
@@ -26,7 +27,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned
 from mkernel.backends.accelerators.hopper.schedule import SumSchedule
-from mkernel.backends.accelerators.hopper.starters import summed_rows
+from mkernel.backends.accelerators.hopper.starters import normalises, summed_rows
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import Unsupported
@@ -44,7 +45,7 @@ class SumExecutor:
         not read."""
         made, how = native(), call.plan.part(SumSchedule)
         self._plan, self._context = call.plan, context
-        self._by_mail = how.way == "mail"
+        self._by_mail = _keeps_rows(call.plan)
         self._world = device_world(call, context)
         self._alone: _hopper.DeviceWorld = made.DeviceWorld(
             [call.workspace], 0, context.control, call.timeout_s, call_id(call)
@@ -61,12 +62,13 @@ class SumExecutor:
     def workspace(plan: LaunchPlan) -> Workspace:
         """Return the symmetric memory that a plan needs. Unsupported."""
         world, how, made = one_node(plan), plan.part(SumSchedule), native()
-        if how.way == "mail":
+        twice = how.way == "mail_twice"
+        if _keeps_rows(plan):
             try:
-                made.check_sum_rows(world, rows_of(plan, how.blocks))
+                made.check_sum_rows(world, rows_of(plan, how.blocks, twice=twice))
             except ValueError as error:  # too many bytes, or rows too long to keep
                 raise Unsupported(f"{plan.op} of {plan.summed}: {error}") from None
-        if how.way == "mail_twice" and (sent := _mail(plan)) > mail.MAIL_BYTES:
+        elif twice and (sent := _mail(plan)) > mail.MAIL_BYTES:
             raise Unsupported(
                 f"{plan.op} of {plan.summed}: the ranks send {sent} bytes; a call by mail may have "
                 f"{mail.MAIL_BYTES}"
@@ -80,8 +82,9 @@ class SumExecutor:
         """Queue one call on a stream."""
         if self._by_mail:
             world = self._alone if call.view == "compute_only" else self._world
-            blocks = call.plan.part(SumSchedule).blocks
-            sum_by_mail(call, world, aligned(call.tensors["x"]), blocks, stream)
+            how = call.plan.part(SumSchedule)
+            twice = how.way == "mail_twice"
+            sum_by_mail(call, world, aligned(call.tensors["x"]), how.blocks, stream, twice)
             return
         if call.view == "compute_only":
             call.tensors["out"].copy_(call.tensors["x"])
@@ -94,6 +97,7 @@ class SumExecutor:
     ) -> object:
         """Return a starter of calls whose ``out`` has the same place."""
         plan, context, made = self._plan, self._context, native()
+        how = plan.part(SumSchedule)
         found: object = made.sum_starter(
             context.device,
             context.order,
@@ -103,7 +107,7 @@ class SumExecutor:
             plan.summed.m * plan.summed.n,
             list(symmetric.get("out", ())),
             self._outputs,
-            summed_rows(plan, plan.part(SumSchedule).blocks),
+            summed_rows(plan, how.blocks, how.way == "mail_twice"),
             self._by_mail,
         )
         return found
@@ -117,6 +121,12 @@ class SumExecutor:
         made.all_reduce(together, element, x.data_ptr(), x.numel(), outs, made.Way.two_shot, stream)
 
 
+def _keeps_rows(plan: LaunchPlan) -> bool:
+    """Return whether one kernel sums rows by mail, and normalises them if the launch does."""
+    way = plan.part(SumSchedule).way
+    return way == "mail" or (way == "mail_twice" and normalises(plan))
+
+
 def _mail(plan: LaunchPlan) -> int:
     """Return the bytes that two Lamport exchanges send."""
     elements, dtype = plan.summed.m * plan.summed.n, plan.dtype
@@ -126,7 +136,7 @@ def _mail(plan: LaunchPlan) -> int:
 def _staging(plan: LaunchPlan) -> int:
     """Return the bytes of the data area that the collective needs; enough also if outs are not
     symmetric."""
-    if plan.world_size == 1 or plan.part(SumSchedule).way == "mail":
+    if plan.world_size == 1 or _keeps_rows(plan):
         return 0
     made, shape = native(), plan.summed
     element = getattr(made.Element, plan.dtype)

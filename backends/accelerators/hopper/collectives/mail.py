@@ -28,10 +28,12 @@ def of_sums(nbytes: int, world: int) -> int:
     return world * _slot(nbytes)
 
 
-def of_two_exchanges(elements: int, world: int, product: DtypeName, result: DtypeName) -> int:
+def of_two_exchanges(
+    elements: int, world: int, product: DtypeName, result: DtypeName, whole: int = _OWNED
+) -> int:
     """Return the bytes of an all-reduce whose owners add up their parts and send their sums to all
-    peers."""
-    owned = -(-elements // (world * _OWNED)) * _OWNED
+    peers. ``whole``: elements that one of them owns together, as a row that it normalises."""
+    owned = -(-elements // (world * whole)) * whole
     each = sum(_slot(owned * DTYPE_BYTES[dtype]) for dtype in (product, result))
     return (world - 1) * each
 

@@ -1,8 +1,8 @@
 """Sums of rows by Lamport exchanges, and the norm of summed rows, in the kernel that sums them or
 in one that follows.
 
-sum_by_mail  terms ──▶ the mail of every peer ──▶ sums ──▶ out, or their norm
-             (``kernels/collectives/sum_rows.hpp``)
+sum_by_mail  terms ──▶ the mail of every peer, or of owners and their sums back ──▶ sums ──▶ out, or
+             their norm (``kernels/collectives/sum_rows.hpp``)
 normalise    out ──▶ + residual ──▶ residual_out, and normalised rows ──▶ out
 """
 
@@ -73,12 +73,18 @@ def rows_of(plan: LaunchPlan, blocks: int, **addresses: Any) -> _hopper.RowsOfSu
 
 
 def sum_by_mail(
-    call: Call, world: _hopper.DeviceWorld, terms: torch.Tensor, blocks: int, stream: int
+    call: Call,
+    world: _hopper.DeviceWorld,
+    terms: torch.Tensor,
+    blocks: int,
+    stream: int,
+    twice: bool = False,
 ) -> None:
     """Queue the sums of all ranks' ``terms`` into ``out``, normalised if the launch does that.
-    ``terms``: packed rows, at an address that kernels can use."""
+    ``terms``: packed rows, at an address that kernels can use. ``twice``: in two exchanges, if the
+    launch normalises."""
     norm, out = RowNorm.of(call), writable(call.tensors["out"])
-    given = {} if norm is None else {"norm": norm.addresses()}
+    given = {} if norm is None else {"norm": norm.addresses(), "twice": twice}
     sums = rows_of(call.plan, blocks, source=terms.data_ptr(), out=out.data_ptr(), **given)
     native().sum_rows(world.of_call(call_id(call), call.timeout_s), sums, stream)
     deliver(out, call.tensors["out"])

@@ -169,14 +169,15 @@ __device__ inline void send_rounded(char* to, uint4 words) {
     send(to, {one(words.x), one(words.y), one(words.z), one(words.w)});
 }
 
-// Takes rounded mail at one place, as `take` does.
-__device__ inline bool take_rounded(char* at, uint4& words, const transport::DeviceWaiter& waiter,
+// Takes rounded mail, as `take` does.
+template <int kPlaces>
+__device__ inline bool take_rounded(char* const (&at)[kPlaces], uint4 (&words)[kPlaces],
+                                    const transport::DeviceWaiter& waiter,
                                     transport::Awaited what) {
-    char* const places[] = {at};
-    uint4 found[1];
-    if (!take(places, found, waiter, what)) return false;
+    if (!take(at, words, waiter, what)) return false;
     const auto one = [](std::uint32_t word) { return word == 0xFFFFFFFFu ? 0 : word; };
-    words = {one(found[0].x), one(found[0].y), one(found[0].z), one(found[0].w)};
+#pragma unroll
+    for (uint4& each : words) each = {one(each.x), one(each.y), one(each.z), one(each.w)};
     return true;
 }
 

@@ -431,17 +431,20 @@ def sums(
 ) -> SumSchedule:
     """Schedule AllReduce: one Lamport exchange if that is faster than two exchanges, everything
     fits, and a block can keep a row that it normalises; otherwise two exchanges, by mail if that is
-    predicted to be faster and fits."""
+    predicted to be faster and the same holds."""
     nbytes = shape.m * shape.n * ELEMENT_BYTES
     sent = payloads("all_reduce", shape, "bfloat16", world)
     brief = (
         _MACHINE.one_shot.takes(nbytes, world) and mail.of_sums(nbytes, world) <= mail.MAIL_BYTES
     )
     way: SumWay = "two_shot"
-    if brief and (not normed or shape.n <= MOST_NORMED_COLUMNS):
+    if normed and shape.n > MOST_NORMED_COLUMNS:
+        pass
+    elif brief:
         way = "mail"
     elif _MACHINE.twice_by_mail(sent.scatter, sent.spread, world, constants):
-        needed = mail.of_two_exchanges(shape.m * shape.n, world, "bfloat16", "bfloat16")
+        whole = {"whole": shape.n} if normed else {}
+        needed = mail.of_two_exchanges(shape.m * shape.n, world, "bfloat16", "bfloat16", **whole)
         way = "mail_twice" if needed <= mail.MAIL_BYTES else "two_shot"
     return SumSchedule(way=way, blocks=processors)
 

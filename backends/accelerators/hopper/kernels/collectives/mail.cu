@@ -308,10 +308,10 @@ __global__ void __launch_bounds__(kMailThreads, 2)
             const int from = args.peer(step);
             const std::uint32_t count = args.count(from);
             if (at >= count) continue;
-            char* const mail = args.summed(rank, world - step, epoch) + place * 16;
-            uint4 words;
+            char* const mail[] = {args.summed(rank, world - step, epoch) + place * 16};
+            uint4 words[1];
             if (!mailbox::take_rounded(mail, words, waiter, mail_of(from, place))) return false;
-            store<kWhole>(out + args.begin(from) + at, count - at, words);
+            store<kWhole>(out + args.begin(from) + at, count - at, words[0]);
         }
         return true;
     });

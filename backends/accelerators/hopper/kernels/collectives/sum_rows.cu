@@ -8,77 +8,105 @@
 #include "backends/accelerators/cuda/error.hpp"
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/device/mailbox.cuh"
+#include "backends/accelerators/hopper/kernels/collectives/exchange.cuh"
 #include "backends/accelerators/hopper/kernels/eight.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
 
 namespace mkernel::hopper {
 namespace {
 
-constexpr int kMostThreads = 1024;
-constexpr int kBatch = 2;  // vectors of a thread that are under way
+constexpr int kMostThreads = 1024;  // of a block, and of those on a multiprocessor
 
 struct Args {
     Workspace workspace;
     transport::WaitLimits limits;
     RowsOfSums sums;
-    std::uint64_t slot;  // bytes of mail from one rank
+    std::uint32_t owned;  // rows of each rank but perhaps the last ones; of two exchanges
+    std::uint64_t slot;   // bytes of mail from one rank
+
+    __device__ int peer(int step) const { return (workspace.rank + step) % workspace.world; }
+    __device__ transport::DeviceWaiter waiter() const {
+        return waiter_of(workspace, limits, transport::Waiter::comm_kernel);
+    }
+    // Returns the bytes of so many rows.
+    __device__ std::uint64_t bytes(std::uint32_t rows) const {
+        return std::uint64_t{2} * rows * sums.columns;
+    }
+    // Returns the place of slot `number` in the mail area of rank `at`. One exchange has a slot for every rank. Each
+    // of two has one for every peer: what rank r sends to the rank `step` after it is that rank's slot `step` - 1, or
+    // `world` - 1 more for sums, and comes from the rank `world` - `step` after it.
+    __device__ char* mail(int at, int number, std::uint64_t epoch) const {
+        return workspace.mail(at, epoch) + number * slot;
+    }
 };
 
-// Returns the sum of every thread of the block's value, added up in the order of warps.
-__device__ float block_sum(float mine) {
+// Sets `sum` to the sum of every thread of the block's `mine`, added up in the order of warps; returns whether all
+// threads are going on.
+__device__ bool block_sum(float mine, bool going, float& sum) {
     __shared__ float of_warps[kMostThreads / 32];
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) mine += __shfl_xor_sync(~0u, mine, apart);
-    __syncthreads();  // the sums of the row before were read
+    if (__syncthreads_and(going) == 0) return false;  // the sums of the row before were read
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = mine;
     __syncthreads();
-    float sum = 0;
+    sum = 0;
     for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) sum += of_warps[warp];
-    return sum;
+    return true;
 }
 
-// One row, in vectors of 8 elements. A thread has every blockDim.x-th of them, in each step the same ones.
-template <class Element>
-class Row {
-  public:
-    __device__ Row(const RowsOfSums& sums, std::uint32_t row)
-        : sums_(sums), first_(static_cast<std::uint64_t>(row) * sums.columns) {}
+// A row of 8 elements a vector, which lies `place` bytes into each of several arrays of rows. A thread has every
+// blockDim.x-th vector, in each step the same ones, and handles kBatch of them at a time: 1 where it has no more, as
+// registers are scarce and what is loaded ahead of a wait must not go to local memory.
+template <class Element, int kBatch>
+struct Row {
+    std::uint64_t place;
+    unsigned vectors;
 
-    __device__ static unsigned vectors(const RowsOfSums& sums) { return sums.columns / 8; }
+    __device__ Row(const RowsOfSums& sums, std::uint32_t number)
+        : place(std::uint64_t{2} * number * sums.columns), vectors(sums.columns / 8) {}
 
-    // The number of a vector's first element in all rows.
-    __device__ std::uint64_t element(unsigned vector) const { return first_ + vector * 8; }
-
-    __device__ uint4 load(const void* rows, unsigned vector) const {
-        return ptx::load_16(static_cast<const Element*>(rows) + element(vector));
-    }
-    __device__ void store(void* rows, unsigned vector, const float (&values)[8]) const {
-        ptx::store_16(static_cast<Element*>(rows) + element(vector), round_eight<Element>(values));
-    }
-
-    // Adds the residual.
-    __device__ void add_residual(unsigned vector, float (&sum)[8]) const {
-        if (sums_.norm.residual != nullptr) {
-            add_eight<Element>(sum, load(sums_.norm.residual, vector));
+    // Calls `each(i, vector)` for the thread's vectors from `first` on.
+    template <class Each>
+    __device__ void for_batch(unsigned first, Each&& each) const {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const unsigned vector = first + i * blockDim.x;
+            if (vector < vectors) each(i, vector);
         }
     }
-    // Returns the factor of a row, from the sum of this thread's squares. Called by all threads.
-    __device__ float scale(float squares) const {
-        return rsqrtf(block_sum(squares) / static_cast<float>(sums_.columns) + sums_.norm.eps);
+    // Calls `each(first)` for every batch of the thread's.
+    template <class Each>
+    __device__ void for_batches(Each&& each) const {
+        for (unsigned first = threadIdx.x; first < vectors; first += blockDim.x * kBatch) {
+            each(first);
+        }
     }
-    __device__ void store_normed(unsigned vector, const float (&r)[8], float scale) const {
-        float weight[8] = {};
-        add_eight<Element>(
-            weight, ptx::load_16(static_cast<const Element*>(sums_.norm.weight) + vector * 8));
-        float normed[8];
+    __device__ void load(const void* rows, unsigned first, uint4 (&words)[kBatch]) const {
+        load_from(static_cast<const char*>(rows) + place, first, words);
+    }
+    // Loads a row that is the only one.
+    __device__ void load_from(const void* row, unsigned first, uint4 (&words)[kBatch]) const {
+        for_batch(first, [&](int i, unsigned vector) {
+            words[i] = ptx::load_16(static_cast<const char*>(row) + vector * 16);
+        });
+    }
+    // Sets where the batch lies in a row at `row`, null for what is not there.
+    __device__ void places(char* row, unsigned first, char* (&at)[kBatch]) const {
+#pragma unroll
+        for (char*& each : at) each = nullptr;
+        for_batch(first, [&](int i, unsigned vector) { at[i] = row + vector * 16; });
+    }
+    __device__ void store(void* rows, unsigned vector, const float (&values)[8]) const {
+        ptx::store_16(static_cast<char*>(rows) + place + vector * 16, round_eight<Element>(values));
+    }
+    __device__ void store_normed(const RowsOfSums& sums, unsigned vector, const float (&r)[8],
+                                 float scale, uint4 weights) const {
+        float weight[8] = {}, normed[8];
+        add_eight<Element>(weight, weights);
 #pragma unroll
         for (int i = 0; i < 8; ++i) normed[i] = r[i] * scale * weight[i];
-        store(sums_.out, vector, normed);
+        store(sums.out, vector, normed);
     }
-
-  private:
-    const RowsOfSums& sums_;
-    std::uint64_t first_;
 };
 
 __device__ inline float squares_of(const float (&values)[8]) {
@@ -88,141 +116,257 @@ __device__ inline float squares_of(const float (&values)[8]) {
     return sum;
 }
 
-// Returns the place, in the mail area of rank `at`, of what rank `source` sends of a vector.
-__device__ inline char* mail(const Args& args, int at, int source, std::uint64_t epoch,
-                             std::uint64_t element) {
-    return args.workspace.mail(at, epoch) + source * args.slot + element * 2;
+// Returns the factor of a row whose squares have this sum.
+__device__ inline float scale_of(const RowsOfSums& sums, float squares) {
+    return rsqrtf(squares / static_cast<float>(sums.columns) + sums.norm.eps);
 }
 
-template <class Element>
-__device__ void send_row(const Args& args, std::uint32_t number, std::uint64_t epoch) {
-    const Workspace& workspace = args.workspace;
-    const Row<Element> row(args.sums, number);
-    for (unsigned vector = threadIdx.x; vector < row.vectors(args.sums); vector += blockDim.x) {
-        const uint4 own = mailbox::mailable(row.load(args.sums.from, vector));
-        for (int step = 1; step < workspace.world; ++step) {
-            const int peer = (workspace.rank + step) % workspace.world;
-            mailbox::send(mail(args, peer, workspace.rank, epoch, row.element(vector)), own);
-        }
-    }
-}
-
-// Sums all ranks' values of this thread's vectors from `first` on, kBatch of them, into `sums`. Returns
-// whether all arrived.
-template <class Element>
-__device__ bool sum_vectors(const Args& args, const transport::DeviceWaiter& waiter,
-                            std::uint32_t number, std::uint64_t epoch, unsigned first,
-                            float (&sums)[kBatch][8]) {
-    const Workspace& workspace = args.workspace;
-    const Row<Element> row(args.sums, number);
-    const unsigned end = row.vectors(args.sums);
-    for (int source = 0; source < workspace.world; ++source) {
-        uint4 words[kBatch];
-        char* at[kBatch];
+// Stores a row, or its norm. `sum(row, first, sums)` adds up the thread's vectors from `first` on, and returns whether
+// all arrived. It may wait, so whatever else the row needs is loaded before. Returns whether all went on; without a
+// norm, whether this thread did. Called by all threads.
+template <class Element, int kBatch, bool kNorm, class Sum>
+__device__ bool finish_row(const RowsOfSums& rows, std::uint32_t number, Sum&& sum) {
+    extern __shared__ __align__(16) float unrounded[];  // a row, where it is normalised
+    const Row<Element, kBatch> row(rows, number);
+    const RowNorm& norm = rows.norm;
+    uint4 weights[kBatch];
+    if constexpr (kNorm) row.load_from(norm.weight, threadIdx.x, weights);
+    float squares = 0;
+    bool going = true;
+    row.for_batches([&](unsigned first) {
+        uint4 residual[kBatch] = {};
+        if (kNorm && norm.residual != nullptr) row.load(norm.residual, first, residual);
+        float sums[kBatch][8] = {};
+        going = going && sum(row, first, sums);
+        if (!going) return;
+        row.for_batch(first, [&](int i, unsigned vector) {
+            if constexpr (kNorm) {
+                add_eight<Element>(sums[i], residual[i]);
+                squares += squares_of(sums[i]);
+                row.store(norm.residual_out, vector, sums[i]);
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            const unsigned vector = first + i * blockDim.x;
-            at[i] = nullptr;
-            if (vector >= end) continue;
-            if (source == workspace.rank) {
-                words[i] = row.load(args.sums.from, vector);
+                for (int half = 0; half < 8; half += 4) {
+                    *reinterpret_cast<float4*>(unrounded + vector * 8 + half) = {
+                        sums[i][half], sums[i][half + 1], sums[i][half + 2], sums[i][half + 3]};
+                }
             } else {
-                at[i] = mail(args, workspace.rank, source, epoch, row.element(vector));
+                row.store(rows.out, vector, sums[i]);
             }
-        }
-        if (source != workspace.rank) {
-            const auto peer = static_cast<std::uint32_t>(source);
-            if (!mailbox::take(at, words, waiter, {transport::kMail, peer, number})) return false;
-        }
+        });
+    });
+    if constexpr (!kNorm) return going;
+    if (!block_sum(squares, going, squares)) return false;
+    const float scale = scale_of(rows, squares);
+    row.for_batches([&](unsigned first) {
+        if (first != threadIdx.x) row.load_from(norm.weight, first, weights);
+        row.for_batch(first, [&](int i, unsigned vector) {
+            float r[8];
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            if (first + i * blockDim.x < end) add_eight<Element>(sums[i], words[i]);
-        }
-    }
+            for (int each = 0; each < 8; ++each) r[each] = unrounded[vector * 8 + each];
+            row.store_normed(rows, vector, r, scale, weights[i]);
+        });
+    });
     return true;
 }
 
-template <class Element, bool kNorm>
+template <class Element, int kBatch>
+__device__ void add_batch(const Row<Element, kBatch>& row, unsigned first, float (&sums)[kBatch][8],
+                          const uint4 (&words)[kBatch]) {
+    row.for_batch(first, [&](int i, unsigned) { add_eight<Element>(sums[i], words[i]); });
+}
+
+// Sends this rank's terms of row `number` by mail, to `to(step)` for steps from `first` to before `end`. Called by all
+// threads.
+template <class Element, int kBatch, class To>
+__device__ void send_row(const RowsOfSums& sums, std::uint32_t number, int first, int end,
+                         To&& to) {
+    const Row<Element, kBatch> row(sums, number);
+    row.for_batches([&](unsigned begin) {
+        uint4 terms[kBatch];
+        row.load(sums.from, begin, terms);
+#pragma unroll 1
+        for (int step = first; step < end; ++step) {
+            char* const at = to(step);
+            row.for_batch(begin, [&](int i, unsigned vector) {
+                mailbox::send(at + vector * 16, mailbox::mailable(terms[i]));
+            });
+        }
+    });
+}
+
+// A block sends its next row before it waits for this one.
+template <class Element, int kBatch, bool kNorm>
 __global__ void __launch_bounds__(kMostThreads, 1)
     sum_rows_kernel(const __grid_constant__ Args args) {
-    extern __shared__ __align__(16) float unrounded[];  // a row, where it is normalised
     ptx::wait_for_grid_before();
-    const std::uint64_t epoch = args.workspace.world > 1 ? epoch_of_brief_block(args.workspace) : 0;
-    const RowsOfSums& sums = args.sums;
-    const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::comm_kernel);
-    for (std::uint32_t number = blockIdx.x; number < sums.rows; number += gridDim.x) {
-        send_row<Element>(args, number, epoch);
-    }
-    for (std::uint32_t number = blockIdx.x; number < sums.rows; number += gridDim.x) {
-        const Row<Element> row(sums, number);
-        const unsigned end = row.vectors(sums);
-        float squares = 0;
-        bool going = true;
-        for (unsigned first = threadIdx.x; going && first < end; first += blockDim.x * kBatch) {
-            float parts[kBatch][8] = {};
-            going = sum_vectors<Element>(args, waiter, number, epoch, first, parts);
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                const unsigned vector = first + i * blockDim.x;
-                if (!going || vector >= end) continue;
-                if constexpr (kNorm) {
-                    row.add_residual(vector, parts[i]);
-                    squares += squares_of(parts[i]);
-                    row.store(sums.norm.residual_out, vector, parts[i]);
-#pragma unroll
-                    for (int half = 0; half < 8; half += 4) {
-                        *reinterpret_cast<float4*>(unrounded + vector * 8 + half) = {
-                            parts[i][half], parts[i][half + 1], parts[i][half + 2],
-                            parts[i][half + 3]};
-                    }
-                } else {
-                    row.store(sums.out, vector, parts[i]);
+    const Workspace& workspace = args.workspace;
+    const std::uint64_t epoch = workspace.world > 1 ? epoch_of_brief_block(workspace) : 0;
+    const auto waiter = args.waiter();
+    const auto send = [&](std::uint32_t number) {
+        send_row<Element, kBatch>(args.sums, number, 1, workspace.world, [&](int step) {
+            return args.mail(args.peer(step), workspace.rank, epoch) + args.bytes(number);
+        });
+        return true;
+    };
+    const auto take = [&](std::uint32_t number) {
+        const auto sum = [&](const Row<Element, kBatch>& row, unsigned first,
+                             float(&sums)[kBatch][8]) {
+            uint4 own[kBatch];
+            row.load(args.sums.from, first, own);
+#pragma unroll 1
+            for (int source = 0; source < workspace.world; ++source) {
+                if (source == workspace.rank) {
+                    add_batch(row, first, sums, own);
+                    continue;
                 }
+                const auto peer = static_cast<std::uint32_t>(source);
+                uint4 words[kBatch];
+                char* at[kBatch];
+                row.places(args.mail(workspace.rank, source, epoch) + args.bytes(number), first,
+                           at);
+                if (!mailbox::take(at, words, waiter, {transport::kMail, peer, number}))
+                    return false;
+                add_batch(row, first, sums, words);
             }
-        }
-        if constexpr (kNorm) {
-            if (__syncthreads_and(going) == 0) return;
-            const float scale = row.scale(squares);
-            for (unsigned vector = threadIdx.x; vector < end; vector += blockDim.x) {
-                float r[8];
-#pragma unroll
-                for (int i = 0; i < 8; ++i) r[i] = unrounded[vector * 8 + i];
-                row.store_normed(vector, r, scale);
-            }
-        } else if (!going) {
-            return;
-        }
-    }
+            return true;
+        };
+        return finish_row<Element, kBatch, kNorm>(args.sums, number, sum);
+    };
+    collectives::for_each_chunk(args.sums.rows, send, take);
 }
 
-template <class Element>
+// Row `index` of every part is handled by one block, and a vector of it by one thread from its first word to its last:
+// so `out` may be `from`.
+template <class Element, int kBatch>
 __global__ void __launch_bounds__(kMostThreads, 1)
+    sum_rows_twice_kernel(const __grid_constant__ Args args) {
+    ptx::wait_for_grid_before();
+    const Workspace& workspace = args.workspace;
+    const int world = workspace.world;
+    const std::uint64_t epoch = world > 1 ? epoch_of_brief_block(workspace) : 0;
+    const auto waiter = args.waiter();
+    const auto row_of = [&](int rank, std::uint32_t index) { return rank * args.owned + index; };
+    const auto send = [&](std::uint32_t index) {
+#pragma unroll 1
+        for (int step = 1; step < world; ++step) {
+            const std::uint32_t number = row_of(args.peer(step), index);
+            if (number >= args.sums.rows) continue;
+            send_row<Element, kBatch>(args.sums, number, step, step + 1, [&](int to) {
+                return args.mail(args.peer(to), to - 1, epoch) + args.bytes(index);
+            });
+        }
+        return true;
+    };
+    const auto own = [&](std::uint32_t index) {
+        const std::uint32_t number = row_of(workspace.rank, index);
+        const auto sum = [&](const Row<Element, kBatch>& row, unsigned first,
+                             float(&sums)[kBatch][8]) {
+            uint4 words[kBatch];
+            row.load(args.sums.from, first, words);
+            add_batch(row, first, sums, words);
+#pragma unroll 1
+            for (int step = 1; step < world; ++step) {
+                const auto peer = static_cast<std::uint32_t>(args.peer(step));
+                char* at[kBatch];
+                row.places(args.mail(workspace.rank, world - step - 1, epoch) + args.bytes(index),
+                           first, at);
+                if (!mailbox::take(at, words, waiter, {transport::kMail, peer, number}))
+                    return false;
+                add_batch(row, first, sums, words);
+            }
+            row.for_batch(first, [&](int i, unsigned vector) {
+                words[i] = mailbox::sendable(round_eight<Element>(sums[i]));
+#pragma unroll 1
+                for (int step = 1; step < world; ++step) {
+                    char* const to = args.mail(args.peer(step), world + step - 2, epoch);
+                    mailbox::send_rounded(to + args.bytes(index) + vector * 16, words[i]);
+                }
+#pragma unroll
+                for (float& each : sums[i]) each = 0;
+            });
+            add_batch(row, first, sums, words);  // as the peers find them
+            return true;
+        };
+        return number >= args.sums.rows ||
+               finish_row<Element, kBatch, true>(args.sums, number, sum);
+    };
+    const auto take = [&](std::uint32_t index) {
+#pragma unroll 1
+        for (int step = 1; step < world; ++step) {
+            const auto peer = static_cast<std::uint32_t>(args.peer(step));
+            const std::uint32_t number = row_of(args.peer(step), index);
+            if (number >= args.sums.rows) continue;
+            const auto sum = [&](const Row<Element, kBatch>& row, unsigned first,
+                                 float(&sums)[kBatch][8]) {
+                uint4 words[kBatch];
+                char* at[kBatch];
+                row.places(
+                    args.mail(workspace.rank, 2 * world - step - 2, epoch) + args.bytes(index),
+                    first, at);
+                if (!mailbox::take_rounded(at, words, waiter, {transport::kMail, peer, number}))
+                    return false;
+                add_batch(row, first, sums, words);
+                return true;
+            };
+            if (!finish_row<Element, kBatch, true>(args.sums, number, sum)) return false;
+        }
+        return true;
+    };
+    collectives::for_each_chunk(args.owned, send, own, take);
+}
+
+template <class Element, int kBatch>
+__global__ void __launch_bounds__(kMostThreads, kBatch == 1 ? 2 : 1)
     norm_rows_kernel(const __grid_constant__ RowsOfSums sums) {
     ptx::wait_for_grid_before();
+    const RowNorm& norm = sums.norm;
     for (std::uint32_t number = blockIdx.x; number < sums.rows; number += gridDim.x) {
-        const Row<Element> row(sums, number);
-        const auto unrounded = [&](unsigned vector, float(&r)[8]) {
-            add_eight<Element>(r, row.load(sums.from, vector));
-            row.add_residual(vector, r);
+        const Row<Element, kBatch> row(sums, number);
+        uint4 weights[kBatch];
+        row.load_from(norm.weight, threadIdx.x, weights);
+        float r[kBatch][8];
+        const auto load = [&](unsigned first) {
+            uint4 words[kBatch], residual[kBatch] = {};
+            row.load(sums.from, first, words);
+            if (norm.residual != nullptr) row.load(norm.residual, first, residual);
+            row.for_batch(first, [&](int i, unsigned) {
+#pragma unroll
+                for (float& each : r[i]) each = 0;
+                add_eight<Element>(r[i], words[i]);
+                add_eight<Element>(r[i], residual[i]);
+            });
         };
         float squares = 0;
-        for (unsigned vector = threadIdx.x; vector < row.vectors(sums); vector += blockDim.x) {
-            float r[8] = {};
-            unrounded(vector, r);
-            squares += squares_of(r);
-            row.store(sums.norm.residual_out, vector, r);
-        }
-        const float scale = row.scale(squares);
-        for (unsigned vector = threadIdx.x; vector < row.vectors(sums); vector += blockDim.x) {
-            float r[8] = {};
-            unrounded(vector, r);  // once more: from L2, where they are now
-            row.store_normed(vector, r, scale);
-        }
+        row.for_batches([&](unsigned first) {
+            load(first);
+            row.for_batch(first, [&](int i, unsigned vector) {
+                squares += squares_of(r[i]);
+                row.store(norm.residual_out, vector, r[i]);
+            });
+        });
+        block_sum(squares, true, squares);
+        const float scale = scale_of(sums, squares);
+        const bool kept = row.vectors <= kBatch * blockDim.x;
+        row.for_batches([&](unsigned first) {
+            if (!kept) {  // once more: from L2, where they are now
+                load(first);
+                row.load_from(norm.weight, first, weights);
+            }
+            row.for_batch(first, [&](int i, unsigned vector) {
+                row.store_normed(sums, vector, r[i], scale, weights[i]);
+            });
+        });
     }
 }
 
-std::uint64_t slot_bytes(const RowsOfSums& sums) {
-    return (std::uint64_t{2} * sums.rows * sums.columns + 127) / 128 * 128;
+// Returns the rows that a rank sums for all, except perhaps the last ones.
+std::uint32_t owned_rows(int world, const RowsOfSums& sums) {
+    return (sums.rows + world - 1) / world;
+}
+
+std::uint64_t slot_bytes(int world, const RowsOfSums& sums) {
+    const std::uint32_t rows = sums.twice ? owned_rows(world, sums) : sums.rows;
+    return (std::uint64_t{2} * rows * sums.columns + 127) / 128 * 128;
 }
 
 void check(const RowsOfSums& sums) {
@@ -242,18 +386,21 @@ void check(const RowsOfSums& sums) {
     }
 }
 
+// `rows`: those that blocks share. `each`: blocks of most threads on a multiprocessor, which has more where rows are
+// narrow.
 template <class Parameter>
 void start(const char* what, void (*kernel)(Parameter), const Parameter& argument,
-           const RowsOfSums& sums, std::uint32_t most_shared, std::uint32_t shared,
-           cudaStream_t stream) {
+           const RowsOfSums& sums, std::uint32_t rows, std::uint32_t each,
+           std::uint32_t most_shared, std::uint32_t shared, cudaStream_t stream) {
     int processors = 0;
     cuda::check(Prepared::find(reinterpret_cast<const void*>(kernel), most_shared, processors),
                 what);
     const std::uint32_t blocks = sums.blocks == 0 ? processors : sums.blocks;
-    const std::uint32_t threads = (sums.columns / 8 + 31) / 32 * 32;
+    const std::uint32_t threads =
+        std::min<std::uint32_t>((sums.columns / 8 + 31) / 32 * 32, kMostThreads);
     cudaLaunchConfig_t config{};
-    config.gridDim = std::min(blocks, sums.rows);
-    config.blockDim = std::min<std::uint32_t>(threads, kMostThreads);
+    config.gridDim = std::min(blocks * each * (kMostThreads / threads), rows);
+    config.blockDim = threads;
     config.dynamicSmemBytes = shared;
     config.stream = stream;
     cudaLaunchAttribute early{};  // it gets ready while what is before it on the stream ends
@@ -264,12 +411,35 @@ void start(const char* what, void (*kernel)(Parameter), const Parameter& argumen
     cuda::check(cudaLaunchKernelEx(&config, kernel, argument), what);
 }
 
+// Returns whether a thread has one vector of a row at most.
+bool are_short(const RowsOfSums& sums) {
+    return sums.columns / 8 <= kMostThreads;
+}
+
+template <class Element, int kBatch>
+auto kernel_of(const RowsOfSums& sums) {
+    if (sums.norm.weight == nullptr) return &sum_rows_kernel<Element, kBatch, false>;
+    return sums.twice ? &sum_rows_twice_kernel<Element, kBatch>
+                      : &sum_rows_kernel<Element, kBatch, true>;
+}
+
+template <class Element>
+auto kernel_of(const RowsOfSums& sums) {
+    return are_short(sums) ? kernel_of<Element, 1>(sums) : kernel_of<Element, 2>(sums);
+}
+
+template <class Element>
+auto norm_kernel_of(const RowsOfSums& sums) {
+    return are_short(sums) ? &norm_rows_kernel<Element, 1> : &norm_rows_kernel<Element, 2>;
+}
+
 }  // namespace
 
 void check_sum_rows(int world, const RowsOfSums& sums) {
-    const std::uint64_t needed = world * slot_bytes(sums);
+    const std::uint64_t slots = sums.twice ? 2 * (world - 1) : world;
+    const std::uint64_t needed = slots * slot_bytes(world, sums);
     if (world > 1 && needed > kMailBytes) {
-        throw std::length_error("the ranks' rows are " + std::to_string(needed) +
+        throw std::length_error("the ranks send " + std::to_string(needed) +
                                 " bytes; a call by mail may have " + std::to_string(kMailBytes));
     }
     if (sums.norm.weight != nullptr && sums.columns > kMostNormedColumns) {
@@ -281,18 +451,17 @@ void check_sum_rows(int world, const RowsOfSums& sums) {
 
 void sum_rows(const Workspace& workspace, const transport::WaitLimits& limits,
               const RowsOfSums& sums, cudaStream_t stream) {
-    check(sums);
-    check_sum_rows(workspace.world, sums);
-    if (sums.rows == 0) return;
-    const Args args{workspace, limits, sums, slot_bytes(sums)};
+    const int world = workspace.world;
     const bool norm = sums.norm.weight != nullptr;
-    auto* kernel =
-        norm ? &sum_rows_kernel<__nv_bfloat16, true> : &sum_rows_kernel<__nv_bfloat16, false>;
-    if (sums.half) {
-        kernel = norm ? &sum_rows_kernel<__half, true> : &sum_rows_kernel<__half, false>;
-    }
+    check(sums);
+    check_sum_rows(world, sums);
+    if (sums.twice && !norm) throw std::invalid_argument("two exchanges of rows without a norm");
+    if (sums.rows == 0) return;
+    const Args args{workspace, limits, sums, owned_rows(world, sums), slot_bytes(world, sums)};
     const std::uint32_t element = norm ? sizeof(float) : 0;
-    start("launching sum_rows", kernel, args, sums, element * kMostNormedColumns,
+    start("launching sum_rows",
+          sums.half ? kernel_of<__half>(sums) : kernel_of<__nv_bfloat16>(sums), args, sums,
+          sums.twice ? args.owned : sums.rows, 1, element * kMostNormedColumns,
           element * sums.columns, stream);
 }
 
@@ -300,8 +469,10 @@ void norm_rows(const RowsOfSums& sums, cudaStream_t stream) {
     check(sums);
     if (sums.norm.weight == nullptr) throw std::invalid_argument("norm_rows without a norm");
     if (sums.rows == 0) return;
-    auto* const kernel = sums.half ? &norm_rows_kernel<__half> : &norm_rows_kernel<__nv_bfloat16>;
-    start("launching norm_rows", kernel, sums, sums, 0, 0, stream);
+    auto* const kernel =
+        sums.half ? norm_kernel_of<__half>(sums) : norm_kernel_of<__nv_bfloat16>(sums);
+    start("launching norm_rows", kernel, sums, sums, sums.rows, are_short(sums) ? 2 : 1, 0, 0,
+          stream);
 }
 
 }  // namespace mkernel::hopper

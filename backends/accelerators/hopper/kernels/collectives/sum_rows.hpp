@@ -2,16 +2,19 @@
 //
 //   sum_rows   x ──▶ the mail of every peer; own x, and mail of the peers ──▶ added in the order of ranks in
 //              float32 ──▶ out; or, with a norm, + residual ──▶ r ──▶ residual_out, normalised rows ──▶ out
+//   twice      rows that rank p owns ──▶ the mail of rank p; own x, and mail of the peers ──▶ added there, itself
+//              first and then the ranks behind it ──▶ rounded ──▶ the mail of every peer. Each rank normalises all
+//              rows as their sums come, as above
 //   norm_rows  rows that any other kernel summed, + residual ──▶ r ──▶ residual_out, normalised rows ──▶ out
 //
 // r / sqrt(mean(r^2) + eps) * weight, in float32; r and the result are rounded once each. A block has whole
-// rows, so the block that summed a row normalises it. Sums start from +0 and go from rank 0 to the last one
-// everywhere, and those of squares over threads in a fixed order: results are the same bits on all ranks, and
-// always the same.
+// rows, so the block that summed a row, or took its sum, normalises it. Residual and weight are loaded before the
+// wait for the sum. Sums start from +0 and go from rank 0 to the last one everywhere, or are made by one rank, and
+// those of squares go over threads in a fixed order: results are the same bits on all ranks, and always the same.
 //
 // sum_rows is brief (device/call.cuh): each rank waits for all that its peers write into its memory. A block
-// sends its rows before it waits, and waits only for the peers' block of the same number, since all ranks have
-// as many: so no rank waits for ever.
+// sends its next row before it waits for this one (and takes the sum of the row before), and waits only for the
+// peers' block of the same number, since all ranks have as many: so no rank waits for ever.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -31,7 +34,9 @@ struct RowsOfSums {
     std::uint32_t rows, columns;
     bool half;
     RowNorm norm;
-    std::uint32_t blocks;  // at most; 0: one a multiprocessor. The same on all ranks
+    std::uint32_t
+        blocks;  // multiprocessors whose blocks there are at most; 0: all. The same on all ranks
+    bool twice = false;  // by two exchanges; there is a norm
 };
 
 // Rows that sum_rows normalises lie in shared memory, unrounded.
