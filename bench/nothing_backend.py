@@ -53,9 +53,10 @@ class Nothing(StreamsAccelerator):
 
     def __init__(self) -> None:
         super().__init__("cpu")
+        self._ordered = super().capabilities().model_copy(update={"stream_ordered": True})
 
     def capabilities(self) -> AcceleratorCapabilities:
-        return super().capabilities().model_copy(update={"stream_ordered": True})
+        return self._ordered
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
         return Workspace((64,), signals=1)

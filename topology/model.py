@@ -82,7 +82,9 @@ class Model(BaseModel):
         # As pydantic copies, which takes four times as long: planners copy a plan for each row count.
         copied = kind.__new__(kind)
         object.__setattr__(copied, "__dict__", fields)
-        object.__setattr__(copied, "__pydantic_fields_set__", {*self.model_fields_set, *given})
+        known: set[str] = self.__pydantic_fields_set__
+        set_there = known if given.keys() <= known else {*known, *given}
+        object.__setattr__(copied, "__pydantic_fields_set__", set_there)
         object.__setattr__(copied, "__pydantic_extra__", None)
         object.__setattr__(copied, "__pydantic_private__", None)
         return copied

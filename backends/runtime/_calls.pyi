@@ -26,7 +26,7 @@ class CallPath:
         engine: CallPath,
         program: tuple[Any, ...],
         starter: object,
-        start: Callable[..., Any],
+        start: Callable[..., Any] | None,
         launches: object,
         key: str,
         counter: bytearray,

@@ -62,24 +62,49 @@ def plan_for(
 ) -> LaunchPlan:
     """Make the plan of one call in a world. Raises what :func:`mkernel.plan.planner.plan` raises.
 
-    ``path``: instead of the setting's. The world remembers the plan: checking a call's sizes again
-    would cost more than a small message.
+    ``path``: instead of the setting's.
     """
-    kind = (op, dtype, out_dtype, b_layout, around, path)
-    key = (*kind, *sizes.items(), repr(chunk))
+    plans = plans_for(
+        world, op, sizes, dtype, out_dtype, b_layout=b_layout, around=around, path=path
+    )
+    return planned(world, plans, sizes, chunk)
+
+
+def plans_for(
+    world: World,
+    op: str,
+    sizes: Mapping[str, Any],
+    dtype: DtypeName,
+    out_dtype: DtypeName,
+    *,
+    b_layout: Literal["row", "column"] = "row",
+    around: Around = NOTHING,
+    path: PathChoice | None = None,
+) -> Plans:
+    """Return the plans of calls in a world that are like one of these sizes; the arguments are those
+    of :func:`plan_for`."""
+    engine = engine_for(world, op, sizes, dtype, around.scales)
+    claims = engine.claims
+    key = (op, dtype, out_dtype, b_layout, around, path, engine)
+    found = world.plans[key]
+    if found is None or found.capabilities != claims:
+        found = world.plans[key] = Plans(
+            op, dtype, out_dtype, b_layout, around, engine.map, engine.backends.accelerator,
+            claims, engine.backends.nic, engine.backends.verbs,
+            path=path or path_of(op, world.settings.path), exchange=world.settings.exchange,
+            schedule=engine.accelerator.schedule,
+        )  # fmt: skip
+    return found
+
+
+def planned(
+    world: World, plans: Plans, sizes: Mapping[str, Any], chunk: int | None = None
+) -> LaunchPlan:
+    """Plan a call of these sizes. The world remembers the plan: checking a call's sizes again would
+    cost more than a small message."""
+    key = (plans, *sizes.items(), repr(chunk))
     found = world.planned[key]
     if found is None:
-        engine = engine_for(world, op, sizes, dtype, around.scales)
-        claims = engine.claims
-        own = (*kind, engine, claims)
-        plans = world.plans[own]
-        if plans is None:
-            plans = world.plans[own] = Plans(
-                op, dtype, out_dtype, b_layout, around, engine.map, engine.backends.accelerator,
-                claims, engine.backends.nic, engine.backends.verbs,
-                path=path or path_of(op, world.settings.path), exchange=world.settings.exchange,
-                schedule=engine.accelerator.schedule,
-            )  # fmt: skip
         found = world.planned[key] = plans.plan(sizes, chunk)
         world.plan_made(found)
     return found

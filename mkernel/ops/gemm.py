@@ -22,7 +22,7 @@ from mkernel.ops.around import (
     refuse_gradients,
     scale_strides,
 )
-from mkernel.ops.common import Done, Execution, engine_for, plan_for
+from mkernel.ops.common import Done, Execution, engine_for, planned, plans_for
 from mkernel.ops.plain import local, plain, untraced
 from mkernel.ops.registration import called, native_op, ops, register
 from mkernel.ops.steps import Steps
@@ -39,6 +39,7 @@ from mkernel.plan.arguments import (
 )
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import E4M3, DtypeName, LaunchPlan, PathChoice
+from mkernel.plan.planner import Plans
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 from mkernel.world.torch_state import dispatch_modes
@@ -113,8 +114,7 @@ class GemmCall(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """The findings of the checks of a call.
 
     Attributes:
@@ -122,7 +122,7 @@ class Checked:
         dim: of a and out that ranks share, counted from the first.
         lead: sizes of out's other dimensions than its last, ``dim`` first; of a's, ``whole``, as
             gathered.
-        planned: plans a call in a world that differs from this one by its number of rows alone.
+        plans: of calls that differ from this one by their number of rows alone.
     """
 
     plan: LaunchPlan
@@ -130,7 +130,7 @@ class Checked:
     dim: int
     lead: tuple[int, ...]
     whole: tuple[int, ...]
-    planned: Callable[[World, int], LaunchPlan]
+    plans: Plans
 
 
 @dataclass(frozen=True)
@@ -219,27 +219,26 @@ class GemmOp:
             None if norm is None else Norm(norm.residual is not None, norm.eps),
             scales,
         )
-        chunk, path = call.chunk, call.path
-
-        def planned(world: World, rows: int) -> LaunchPlan:
-            return plan_for(
-                world, self.name, {"m": rows, "n": n, "k": k}, dtype, out_name,
-                b_layout=layout, around=steps, chunk=chunk, path=path,
-            )  # fmt: skip
-
-        plan = planned(world, rows)
+        whole_sizes = {"m": rows, "n": n, "k": k}
+        plans = plans_for(
+            world, self.name, whole_sizes, dtype, out_name,
+            b_layout=layout, around=steps, path=call.path,
+        )  # fmt: skip
+        plan = planned(world, plans, whole_sizes, call.chunk)
         for name, output, sizes, width, output_dtype in outputs:
             if output is not None:
                 _check_output(name, output, sizes, width, output_dtype, dim, device)
-        return Checked(plan, wanted, dim, lead, whole, planned)
+        return Checked(plan, wanted, dim, lead, whole, plans)
 
     def known(self, world: World, call: GemmCall, family: bytes | None) -> Checked:
         """Return what :meth:`check` finds, which is asked where no call of the family was made."""
         like, a = None if family is None else world.families[family], call.a
         if like is not None and a.shape[0] > 1:
             lead, whole = self.lead(a, like.dim, world.size), _whole(a, like.dim, world.size)
-            plan = like.planned(world, prod(whole if self.gathers else a.shape[:-1]))
-            return Checked(plan, like.dtype, like.dim, lead, whole, like.planned)
+            k, n = call.b.shape
+            sizes = {"m": prod(whole if self.gathers else a.shape[:-1]), "n": n, "k": k}
+            plan = planned(world, like.plans, sizes, call.chunk)
+            return Checked(plan, like.dtype, like.dim, lead, whole, like.plans)
         found = self.check(world, call)
         if family is not None and a.shape[0] > 1:  # one row has no pitch
             world.families[family] = found

@@ -436,8 +436,12 @@ class LaunchPlan(CommonPart):
 
     @cached_property
     def _digest(self) -> str:
-        own = self.model_dump_json(include=_OF_SIZES)
-        return sha256(f"{self._rest} {own}".encode()).hexdigest()
+        own = [
+            each.__pydantic_serializer__.to_json(each)
+            for each in (self.shape, self.schedule)
+            if each
+        ]
+        return sha256(b" ".join([self._rest.encode(), *own])).hexdigest()
 
     @cached_property
     def _rest(self) -> str:

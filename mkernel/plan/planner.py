@@ -197,6 +197,7 @@ class Plans:
         """Check what does not depend on sizes; the arguments are those of :func:`explain`. Raises as
         that does."""
         self.op = name = canonical(op)
+        self.capabilities = capabilities
         self.claims = claims = capabilities.with_cores(world.cores)
         self.world, self.around, self.schedule = world, around, schedule
         self._accelerator, self._nic, self._verbs = accelerator, nic, verbs

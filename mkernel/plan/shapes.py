@@ -98,6 +98,17 @@ def size_names(op: str) -> tuple[str, ...]:
     return tuple(name for name in SHAPES[forward(op)].model_fields if name not in _NO_SIZES)
 
 
+@cache
+def _fields(op: str) -> dict[str, tuple[bool, bool]]:
+    """Return whether each size or option must be given, and whether it is an integer."""
+    names, fields = size_names(op), SHAPES[forward(op)].model_fields
+    return {
+        name: (name in names and field.is_required(), field.annotation is int)
+        for name, field in fields.items()
+        if name != "kind"
+    }
+
+
 def shape_of(
     op: str,
     sizes: Mapping[str, Any],
@@ -108,16 +119,16 @@ def shape_of(
 ) -> Shape:
     """Check an op's sizes and return its shape. ArgumentError and ShapeError give the name, the
     value and what is legal."""
-    names, fields = size_names(op), SHAPES[forward(op)].model_fields
+    fields = _fields(op)
     for name, value in sizes.items():
-        if name not in fields or name == "kind":
-            raise ArgumentError(name, value, f"none: {op} takes {', '.join(names)}")
-    for name, field in fields.items():
-        if name == "kind":
-            continue
-        if name not in sizes and name in names and field.is_required():
-            raise ArgumentError(name, "missing", f"a number: {op} takes {', '.join(names)}")
-        if name in sizes and field.annotation is int:
+        if name not in fields:
+            raise ArgumentError(name, value, f"none: {op} takes {', '.join(size_names(op))}")
+    for name, (required, integer) in fields.items():
+        if name not in sizes:
+            if required:
+                legal = f"a number: {op} takes {', '.join(size_names(op))}"
+                raise ArgumentError(name, "missing", legal)
+        elif integer:
             check_integer(ShapeError, name, sizes[name], MAX_DIMENSION)
     if "partial_dtype" in fields and "partial_dtype" not in sizes:
         travels = sums_of(dtype, out_dtype)

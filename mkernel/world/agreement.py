@@ -4,6 +4,7 @@ fits the tensors; then all compare the plan, and where its tensors lie."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -182,6 +183,11 @@ def _of_norm(plan: LaunchPlan, out: _Planned, vector: tuple[str, ...]) -> dict[s
     return found | {"residual": out} if norm.residual else found
 
 
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _check(
     name: str,
     tensor: torch.Tensor,
@@ -195,7 +201,7 @@ def _check(
         or any(size not in (None, there) for size, there in zip(wanted.shape, found, strict=True))
     ):
         raise ShapeError(name, found, f"{wanted.shape}, as planned")
-    if str(tensor.dtype).removeprefix("torch.") not in wanted.dtypes:
+    if _name(tensor.dtype) not in wanted.dtypes:
         raise DtypeError(name, tensor.dtype, f"{' or '.join(wanted.dtypes)}, as planned")
     transposed = wanted.stored and plan.b_layout == "column"
     seen = tensor.transpose(-1, -2) if transposed else tensor

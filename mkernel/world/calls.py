@@ -211,49 +211,43 @@ class Calls:
             raise NotInitialized(f"world {self._turns.world!r} has ended")
         learn = None
         if not (wait or trace or view != "pipelined"):
-            template = replace(found["call"], tensors={}, timed=False)
-            learn = self._learner(launch, template, found["key"], found["kind"])
+            learn = self._learner(launch, found["call"], found["key"], found["kind"])
         if not waits:
             return CallRecord(LaunchTimes(), None, launch.results(), learn)
         times, recorded = instrumented.times(launch), instrumented.trace(launch)
         return CallRecord(times, recorded, launch.results(), learn)
 
-    def _launch(
-        self,
-        template: Call,
-        number: int,
-        epoch: int,
-        timeout_s: float,
-        tensors: Mapping[str, torch.Tensor],
-    ) -> Launch:
-        """Launch one call. In the world's turn."""
-        return self._accelerator.launch(
-            replace(
-                template,
-                tensors=tensors,
-                number=number,
-                epoch=epoch,
-                timeout_s=timeout_s,
-                begun_s=time.monotonic(),
-            )
-        )
-
-    def _learner(
-        self, launch: Launch, template: Call, key: str, kind: CallKind
-    ) -> Callable[[object, Program], None]:
-        """Return what lets native code make calls like the one that was launched."""
+    def _starter(self, call: Call) -> Callable[..., Launch]:
+        """Return what launches calls like this one, of other tensors. In the world's turn."""
+        template = replace(call, tensors={}, timed=False)
 
         def start(
             number: int, epoch: int, timeout_s: float, tensors: Mapping[str, torch.Tensor]
         ) -> Launch:
             self._failure.raise_recorded()
-            return self._launch(template, number, epoch, timeout_s, tensors)
+            return self._accelerator.launch(
+                replace(
+                    template,
+                    tensors=tensors,
+                    number=number,
+                    epoch=epoch,
+                    timeout_s=timeout_s,
+                    begun_s=time.monotonic(),
+                )
+            )
+
+        return start
+
+    def _learner(
+        self, launch: Launch, call: Call, key: str, kind: CallKind
+    ) -> Callable[[object, Program], None]:
+        """Return what lets native code make calls like the one that was launched."""
 
         def learn(signature: object, program: Program) -> None:
             before = program.before
             if program.output is not None:  # there may be memory for it by now
                 step, shape, dtype = program.output
-                if (found := self._from_backend(template.plan, shape, dtype)) is not None:
+                if (found := self._from_backend(call.plan, shape, dtype)) is not None:
                     function, arguments = found
                     made = (function, arguments, (-1,) * len(arguments), None, before[step][-1])
                     before = (*before[:step], made, *before[step + 1 :])
@@ -273,7 +267,7 @@ class Calls:
                 engine=self.path,
                 program=recorded,
                 starter=None if again is None else again.starter,
-                start=start,
+                start=self._starter(call) if again is None else None,
                 launches=None if again is None else again.launches,
                 key=key,
                 counter=kind.counter,

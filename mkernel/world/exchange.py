@@ -128,9 +128,13 @@ class Board:
         self._turn = turn = self._turn + 1
         ranks, rank, native = len(self._boards), self._failure.rank, self._native
         native.board_tell(self._boards[rank], turn, digest)
+        first: list[bytes | None] = native.board_await(self._boards, turn, _FIRST_LOOK_S)
+        there = {rank: told for rank, told in enumerate(first) if told is not None}
+        if len(there) == ranks:
+            return there
 
         def look(missing: set[int]) -> dict[int, bytes]:
-            found: list[bytes | None] = native.board_await(self._boards, turn, _FIRST_LOOK_S)
+            found: list[bytes | None] = native.board_await(self._boards, turn, 0.0)
             return {rank: told for rank in missing if (told := found[rank]) is not None}
 
         return wait_for(

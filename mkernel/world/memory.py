@@ -136,7 +136,8 @@ _kept_until_exit: list[object] = []
 
 
 class Arena:
-    """Symmetric memory that plans of a world share: areas, one after another."""
+    """Symmetric memory that plans of a world share: areas, one after another. ``peers``: the other
+    ranks of the node as kernels see them."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """Lay out areas of ``sizes`` bytes; ``offsets`` says where they lie, in bytes."""
@@ -146,6 +147,7 @@ class Arena:
         self.nbytes = max(1, self.offsets[-1] + self.sizes[-1])
 
     buffer: SymmetricBuffer
+    peers: Mapping[int, PeerMemory]
 
     def holds(self, areas: Sequence[int]) -> bool:
         """Return whether a plan that needs these areas has room."""
@@ -254,6 +256,7 @@ class SymmetricHeap:
             HostPages(),
         )
         self.pad = self._pad.local.address
+        self._peers = self._with_workspaces({})
         self.board: Board | None = None
         made = native_board()
         if identity.nodes == 1 and made is not None:
@@ -370,11 +373,7 @@ class SymmetricHeap:
         staging = self._staging_for(needs.staging) if needs.staging else None
         if needs.outputs:
             self._add_outputs(needs.outputs)
-        mapped = arena.buffer.peers if arena else {}
-        peers = {
-            rank: PeerMemory(pad.address, mapped[rank].address if arena else 0)
-            for rank, pad in self._pad.peers.items()
-        }
+        peers = arena.peers if arena else self._peers
         made = PlanMemory(arena, staging, peers, outputs=needs.outputs > 0)
         self._plans[digest] = made
         return made
@@ -383,8 +382,16 @@ class SymmetricHeap:
         if self._arena is None or not self._arena.holds(areas):
             arena = Arena(areas) if self._arena is None else self._arena.larger(areas)
             arena.buffer = self._allocate(arena.nbytes, self._accelerator.format)
+            arena.peers = self._with_workspaces(arena.buffer.peers)
             self._arena = arena
         return self._arena
+
+    def _with_workspaces(self, mapped: Mapping[int, SymmetricMemory]) -> dict[int, PeerMemory]:
+        """Return same-node ranks as kernels see them, with their part of an arena; 0: none."""
+        return {
+            rank: PeerMemory(pad.address, mapped[rank].address if mapped else 0)
+            for rank, pad in self._pad.peers.items()
+        }
 
     def _add_outputs(self, nbytes: int) -> None:
         """Add one more range, if needed and if every rank has memory for it: calls can do without."""

@@ -39,7 +39,7 @@ class Watch:
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(OURS):
             return
-        if code.co_qualname.endswith("_learner.<locals>.start"):  # the Python starter of a backend
+        if code.co_qualname.endswith("_starter.<locals>.start"):  # the Python starter of a backend
             self.launches += 1
             self.launched = True
         elif not self.launched:

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from mkernel.plan.model import LaunchPlan, Schedule, first_difference
 from mkernel.topology.model import Topology
-from mkernel.topology.placement import WorldPlacement
-from mkernel.topology.routes import Rail, RouteTable
+from mkernel.topology.routes import Rail
 
 PLAN = make()
 DUMP: dict[str, Any] = PLAN.model_dump(mode="json")
@@ -82,9 +81,11 @@ def test_first_difference_of_shapes() -> None:
 @given(st.sampled_from(LEAVES))
 def test_the_digest_depends_on_every_field_but_the_prediction(path: tuple[Any, ...]) -> None:
     def build(data: Any) -> Any:  # without validation: the change may be illegal
-        placement = WorldPlacement.model_construct(**data["placement"])
-        routes = RouteTable.model_construct(**data["routes"])
-        return LaunchPlan.model_construct(**data | {"placement": placement, "routes": routes})
+        kinds = {
+            name: type(getattr(PLAN, name)) for name in ("placement", "routes", "shape", "schedule")
+        }
+        parts = {name: kind.model_construct(**data[name]) for name, kind in kinds.items()}
+        return LaunchPlan.model_construct(**data | parts)
 
     assert build(DUMP).digest() == PLAN.digest()
     assert (build(planted(path)).digest() == PLAN.digest()) == (path[0] == "prediction")
