@@ -267,4 +267,80 @@ struct Exchanges {
     }
 };
 
+enum class GemmOp { all_gather_gemm, gemm_reduce_scatter, gemm_all_reduce };
+
+// The bytes that a rank sends to each peer: what its work reads, partial results, and results.
+struct Payloads {
+    double gather, scatter, spread;
+};
+
+// A call of a GEMM op on one node. Bytes are those of an element: of operands, and of partial results and of
+// their sums as they travel.
+struct GemmCall {
+    GemmOp op;
+    Size m, n, k, world, itemsize, of_partials, of_results;
+
+    // `one_exchange`: all terms go to every rank, which adds them itself.
+    Payloads payloads(bool one_exchange = false) const {
+        const auto ranks = static_cast<double>(world), size = static_cast<double>(itemsize);
+        const auto terms = static_cast<double>(of_partials), sums = static_cast<double>(of_results);
+        if (op == GemmOp::all_gather_gemm) {
+            return {static_cast<double>(Wide{m} * k) / ranks * size, 0.0, 0.0};
+        }
+        const double part = static_cast<double>(Wide{m} * n) / ranks;
+        if (op == GemmOp::gemm_reduce_scatter) return {0.0, part * terms, 0.0};
+        if (one_exchange) return {0.0, static_cast<double>(Wide{m} * n * of_partials), 0.0};
+        return {0.0, part * terms, part * sums};
+    }
+};
+
+// A call's times without its start; `tile` as in Product.
+struct CallTimes {
+    double compute_us, comm_us, pipelined_us;
+    Size tile;
+};
+
+// What one path does with a GEMM op on one node (class PathConstants). `unhidden`: by op.
+struct Path {
+    Exchanges exchanges;
+    Products products;
+    double unhidden[3];
+
+    double exchanges_us(const GemmCall& call) const {
+        if (call.world == 1) return 0.0;
+        const Payloads sent = call.payloads();
+        switch (call.op) {
+            case GemmOp::all_gather_gemm:
+                return exchanges.once_us(sent.gather, call.world);
+            case GemmOp::gemm_reduce_scatter:
+                return exchanges.scattered_us(
+                    sent.scatter,
+                    static_cast<double>(call.of_results) / static_cast<double>(call.of_partials),
+                    call.world);
+            case GemmOp::gemm_all_reduce:
+                break;
+        }
+        return exchanges.reduced_us(sent.scatter, sent.spread, call.payloads(true).scatter,
+                                    call.world);
+    }
+
+    // One kernel that overlaps its product with the exchanges.
+    CallTimes fused(const GemmCall& call, Size cores, double memory_gbs) const {
+        const double comm = exchanges_us(call);
+        const Size owners = call.op == GemmOp::gemm_all_reduce ? 1 : call.world;
+        const Overlapped found = products.overlapped(owners, up(call.m, owners), call.n, call.k,
+                                                     {cores, memory_gbs, call.itemsize}, comm,
+                                                     unhidden[static_cast<int>(call.op)]);
+        return {found.product.total_us, comm, found.pipelined_us, found.product.tile};
+    }
+
+    // A product, and exchanges before or behind it.
+    CallTimes apart(const GemmCall& call, Size cores, double memory_gbs) const {
+        const double comm = exchanges_us(call);
+        const Product found =
+            products.fastest(1, call.m, call.n, call.k, {cores, memory_gbs, call.itemsize});
+        return {found.total_us, comm, found.total_us + comm, found.tile};
+    }
+};
+
 }  // namespace mkernel::topology

@@ -179,6 +179,12 @@ class PathConstants(SendingRates):
         )
 
     @cached_property
+    def forms(self) -> _cost.Path:
+        """Return the closed forms of calls of GEMM ops on this path."""
+        unhidden = self.unhidden_gather, self.unhidden_scatter, self.unhidden_reduce
+        return _cost.Path(self.exchanges, self.products, *unhidden)
+
+    @cached_property
     def products(self) -> _cost.Products:
         """Return the closed forms of this path's products: one for each kind of tile and each cut of
         K."""
@@ -381,6 +387,8 @@ def transfer_us(nbytes: float, bandwidth_gbs: float, latency_us: float) -> float
     return latency_us + nbytes / (bandwidth_gbs * 1e3)
 
 
+GemmCall = _cost.GemmCall
+"""A call of a GEMM op on one node, as closed forms of its bytes and times take it."""
 gemm_tile_us = _cost.gemm_tile_us
 """Returns the time of one output tile on one core."""
 gemm_us = _cost.gemm_us

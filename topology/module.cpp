@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 
 #include <stdexcept>
+#include <string>
+#include <string_view>
 #include <tuple>
 
 #include "topology/cost.hpp"
@@ -40,6 +42,19 @@ Exchanges exchanges_of(double egress_gbs, double exchange_us,
     if (mail) found.mail = std::make_from_tuple<Exchanges::Mail>(*mail);
     if (mail_twice) found.mail_twice = std::make_from_tuple<Exchanges::Mail>(*mail_twice);
     return found;
+}
+
+GemmOp op_of(std::string_view name) {
+    if (name == "all_gather_gemm") return GemmOp::all_gather_gemm;
+    if (name == "gemm_reduce_scatter") return GemmOp::gemm_reduce_scatter;
+    if (name == "gemm_all_reduce" || name == "all_reduce") return GemmOp::gemm_all_reduce;
+    throw std::invalid_argument("no sum and no GEMM: " + std::string(name));
+}
+
+using Fields = std::tuple<double, double, double, Size>;
+
+Fields fields(const CallTimes& times) {
+    return {times.compute_us, times.comm_us, times.pipelined_us, times.tile};
 }
 
 }  // namespace
@@ -92,4 +107,37 @@ PYBIND11_MODULE(_cost, m) {
             },
             "owners"_a, "rows"_a, "n"_a, "k"_a, "cores"_a, "memory_gbs"_a, "itemsize"_a,
             "comm_us"_a, "unhidden"_a);
+    py::class_<GemmCall>(m, "GemmCall")
+        .def(py::init([](std::string_view op, Size m, Size n, Size k, Size world, Size itemsize,
+                         Size of_partials, Size of_results) {
+                 return GemmCall{op_of(op), m, n, k, world, itemsize, of_partials, of_results};
+             }),
+             "op"_a, "m"_a, "n"_a, "k"_a, "world"_a, "itemsize"_a, "of_partials"_a, "of_results"_a)
+        .def(
+            "payloads",
+            [](const GemmCall& self, bool one_exchange) {
+                const Payloads found = self.payloads(one_exchange);
+                return std::make_tuple(found.gather, found.scatter, found.spread);
+            },
+            "one_exchange"_a, "-> (gather, scatter, spread)");
+    py::class_<Path>(m, "Path")
+        .def(py::init([](const Exchanges& exchanges, const Products& products, double gathers,
+                         double scatters, double reduces) {
+                 return Path{exchanges, products, {gathers, scatters, reduces}};
+             }),
+             "exchanges"_a, "products"_a, "unhidden_gather"_a, "unhidden_scatter"_a,
+             "unhidden_reduce"_a)
+        .def("exchanges_us", &Path::exchanges_us, "call"_a)
+        .def(
+            "fused",
+            [](const Path& self, const GemmCall& call, Size cores, double memory_gbs) {
+                return fields(self.fused(call, cores, memory_gbs));
+            },
+            "call"_a, "cores"_a, "memory_gbs"_a, "-> (compute, comm, pipelined, tile)")
+        .def(
+            "apart",
+            [](const Path& self, const GemmCall& call, Size cores, double memory_gbs) {
+                return fields(self.apart(call, cores, memory_gbs));
+            },
+            "call"_a, "cores"_a, "memory_gbs"_a, "-> (compute, comm, pipelined, tile)");
 }

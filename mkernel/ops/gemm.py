@@ -88,21 +88,13 @@ class GemmCall(NamedTuple):
         norm, scaled = self.norm, self.scaled
         residual, weight = (None, None) if norm is None else (norm.residual, norm.weight)
         a_scale, b_scale = (None, None) if scaled is None else (scaled.a, scaled.b)
-        a, b, bias, out, gathered, residual, weight, a_scale, b_scale = plain(
-            op,
-            _ARGUMENTS,
-            (
-                self.a,
-                self.b,
-                self.bias,
-                self.out,
-                self.gathered,
-                residual,
-                weight,
-                a_scale,
-                b_scale,
-            ),
-        )
+        given = (
+            self.a, self.b, self.bias, self.out, self.gathered, residual, weight, a_scale, b_scale,
+        )  # fmt: skip
+        found = plain(op, _ARGUMENTS, given)
+        if found is given:
+            return self
+        a, b, bias, out, gathered, residual, weight, a_scale, b_scale = found
         return self._replace(
             a=a,
             b=b,

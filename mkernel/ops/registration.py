@@ -72,7 +72,7 @@ def native_op(
         group = given["group"]
         if group is not None and not isinstance(group, str):
             return made(**given | {"group": group_name(group)})
-        if local is not None and any(_is_other(each) for each in values):
+        if local is not None and not _USUAL.issuperset(map(type, values)):
             given |= local(given)
         if signature is None and registered is not None and _seen(given.values()):
             return registered(**given | {"group": group_name(group)})
@@ -123,9 +123,8 @@ def _op(
 _FUNCTIONS = native_functions("cpu")
 
 
-def _is_other(value: object) -> bool:
-    """Return whether it is a tensor of a subclass."""
-    return isinstance(value, Tensor) and type(value) is not Tensor and type(value) is not Parameter
+_USUAL = frozenset((Tensor, Parameter, type(None), bool, int, float, str, torch.dtype))
+"""Types of arguments none of which is a tensor of a subclass."""
 
 
 def _seen(values: Iterable[Any]) -> bool:

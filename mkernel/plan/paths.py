@@ -16,7 +16,7 @@ from mkernel.plan.model import (
     ScaleMode,
     Scales,
 )
-from mkernel.plan.predict import payloads, prediction
+from mkernel.plan.predict import gemm_call, payloads, prediction
 from mkernel.topology.cost import (
     FewRowsConstants,
     MachineConstants,
@@ -196,22 +196,9 @@ def fused(
     """Predict one kernel that overlaps, as :func:`predict` says; sums travel in the results' dtype.
     Returns the call's times with the product, of those that the path offers, that makes the call
     fastest, and this product's tile if it has waves of them."""
-    comm = _exchanges_us(op, shape, dtype, out_dtype, out_dtype, world, path)
-    owners = 1 if op == "gemm_all_reduce" else world
-
-    unhidden = {
-        "all_gather_gemm": path.unhidden_gather,
-        "gemm_reduce_scatter": path.unhidden_scatter,
-        "gemm_all_reduce": path.unhidden_reduce,
-    }[op]
-
-    found = path.products.overlapped(
-        owners, -(-shape.m // owners), shape.n, shape.k,
-        cores, constants.memory_gbs, DTYPE_BYTES[dtype], comm, unhidden,
-    )  # fmt: skip
-    product = found.product
-    tile = None if product.tile < 0 else path.tiles[product.tile]
-    return Times(product.total_us, comm, found.pipelined_us), tile
+    call = gemm_call(op, shape, dtype, out_dtype, out_dtype, world)
+    *times, tile = path.forms.fused(call, cores, constants.memory_gbs)
+    return Times(*times), None if tile < 0 else path.tiles[tile]
 
 
 def of_few_rows(
@@ -250,34 +237,8 @@ def _library(
     path: PathConstants,
     constants: MachineConstants,
 ) -> Times:
-    comm = _exchanges_us(op, shape, dtype, partial_dtype(shape, dtype), dtype, world, path)
-    compute = path.products.fastest(
-        1, shape.m, shape.n, shape.k, cores, constants.memory_gbs, DTYPE_BYTES[dtype]
-    ).total_us
-    return Times(compute, comm, compute + comm)
-
-
-def _exchanges_us(
-    op: OpName,
-    shape: GemmShape,
-    dtype: DtypeName,
-    partials: DtypeName,
-    results: DtypeName,
-    world: int,
-    path: PathConstants,
-) -> float:
-    """Return the microseconds of an op's exchanges. ``partials`` is the dtype of the terms,
-    ``results`` that of the sums."""
-    if world == 1:
-        return 0.0
-    sent = payloads(op, shape, dtype, world, partials=partials, results=results)
-    if op == "all_gather_gemm":
-        return path.exchanges.once_us(sent.gather, world)
-    if op == "gemm_reduce_scatter":
-        ratio = DTYPE_BYTES[results] / DTYPE_BYTES[partials]
-        return path.exchanges.scattered_us(sent.scatter, ratio, world)
-    whole = payloads(op, shape, dtype, world, partials=partials, one_exchange=True).scatter
-    return path.exchanges.reduced_us(sent.scatter, sent.spread, whole, world)
+    call = gemm_call(op, shape, dtype, partial_dtype(shape, dtype), dtype, world)
+    return Times(*path.forms.apart(call, cores, constants.memory_gbs)[:3])
 
 
 def twice_by_mail(part: float, sums: float, world: int, path: PathConstants) -> bool:

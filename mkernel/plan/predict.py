@@ -23,6 +23,7 @@ from mkernel.plan.model import (
 from mkernel.plan.ops import forward
 from mkernel.plan.pipeline import Pipeline, Returns
 from mkernel.topology.cost import (
+    GemmCall,
     MachineConstants,
     gemm_tile_us,
     gemm_us,
@@ -179,15 +180,8 @@ def payloads(
     size = DTYPE_BYTES[dtype]
     back = DTYPE_BYTES[sums_of(dtype, dtype)] if forward(op) != op else 0  # gradients that go home
     if isinstance(shape, GemmShape | SumShape):
-        if isinstance(shape, GemmShape) and op == "all_gather_gemm":
-            return Payloads(gather=shape.m * shape.k / world * size)
-        part = shape.m * shape.n / world
-        of_partials = DTYPE_BYTES[partials or dtype]
-        if op == "gemm_reduce_scatter":
-            return Payloads(scatter=part * of_partials)
-        if one_exchange:
-            return Payloads(scatter=float(shape.m * shape.n * of_partials))
-        return Payloads(scatter=part * of_partials, spread=part * DTYPE_BYTES[results or dtype])
+        call = gemm_call(op, shape, dtype, partials or dtype, results or dtype, world)
+        return Payloads(*call.payloads(one_exchange))
     if isinstance(shape, AttentionShape):
         own = shape.batch * shape.kv_heads * shape.sequence / world * shape.head_dim
         return Payloads(gather=2.0 * own * (size + back))
@@ -204,6 +198,23 @@ def payloads(
     if whole_tokens:
         rows = 1.0
     return Payloads(gather=shape.tokens * rows * width * size)
+
+
+def gemm_call(
+    op: OpName,
+    shape: GemmShape | SumShape,
+    dtype: DtypeName,
+    partials: DtypeName,
+    results: DtypeName,
+    world: int,
+) -> GemmCall:
+    """Return the call of a GEMM op, or of AllReduce, as closed forms take it. ``partials``,
+    ``results``: dtypes in which partial results and their sums travel."""
+    k = shape.k if isinstance(shape, GemmShape) else 0
+    return GemmCall(
+        op, shape.m, shape.n, k, world,
+        DTYPE_BYTES[dtype], DTYPE_BYTES[partials], DTYPE_BYTES[results],
+    )  # fmt: skip
 
 
 def all_gather_gemm(

@@ -41,6 +41,10 @@ class TwoGenerationCache(dict[K, V | None]):
             self.forgets()
         dict.__setitem__(self, key, value)
 
+    def peek(self, key: K) -> V | None:
+        """Return the value of a key, which is not used thereby."""
+        return self.get(key) or self._before.get(key)
+
     def kept(self) -> int:
         """Return the number of values that are kept."""
         return len(self) + len(self._before)

@@ -218,10 +218,6 @@ def _check(
 
 Check = Callable[[LaunchPlan, Mapping[str, torch.Tensor]], None]
 
-MOST_TOLD = 256
-"""The least number of calls that a rank remembers. Where a peer is still in one of them, the error
-names the field that differs; for an older call it names the digest."""
-
 
 class AgreedCall(NamedTuple):
     """A call, as ranks compare it."""
@@ -255,10 +251,9 @@ class Agreement:
         self._check = check
         self._exchange = exchange
         self._failure = failure
-        self._agreed: TwoGenerationCache[str, bool] = (
+        self._agreed: TwoGenerationCache[str, AgreedCall] = (
             TwoGenerationCache()
-        )  # what is not kept is agreed on again
-        self._lately: TwoGenerationCache[str, AgreedCall] = TwoGenerationCache(MOST_TOLD)
+        )  # what is not kept is agreed on again, and named by its digest
         self._said = ""  # the key of a call that differed, which lies in the store
 
     def forgets(self, told: Callable[[], None]) -> None:
@@ -306,8 +301,7 @@ class Agreement:
         for rank in range(self._exchange.size):
             if keys[rank] != keys[0]:
                 raise self._differs(rank, keys, call)
-        self._agreed[key] = True
-        self._lately[key] = call
+        self._agreed[key] = call
 
     def _keys(self, key: str, check: Callable[[set[int]], None]) -> dict[int, str]:
         """All-gather the ranks' keys of the call."""
@@ -332,7 +326,7 @@ class Agreement:
     def _refused(self, rank: int, keys: tuple[str, str], call: AgreedCall) -> PlanMismatch:
         """Return the error that this rank raises where ``rank`` has already agreed on another call,
         and tell the other ranks of it, so that their waits end."""
-        known = self._lately[keys[1]]
+        known = self._agreed.peek(keys[1])
         theirs = None if known is None else known.decisions()
         error = _mismatch((self._exchange.rank, rank), *keys, call.decisions(), theirs)
         self._failure.tell(error)

@@ -18,6 +18,7 @@ from mkernel import settings
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan import paths, render
 from mkernel.plan.model import GemmShape, LaunchPlan, OpName, PathChoice, Scales, first_difference
+from mkernel.plan.predict import gemm_call
 from mkernel.topology.cost import (
     BriefCalls,
     MachineConstants,
@@ -529,10 +530,9 @@ def test_every_machine_finds_the_same_bits_of_exchanges() -> None:
         world = draw.choice((2, 3, 8))
         m, n, k = (draw.randint(1, 1 << draw.randint(3, 12)) for _ in range(3))
         partials = draw.choice(("float32", "bfloat16"))
+        shape = GemmShape(m=m * world, n=n, k=k)
         times = [
-            paths._exchanges_us(
-                op, GemmShape(m=m * world, n=n, k=k), "bfloat16", partials, "bfloat16", world, path
-            )
+            path.forms.exchanges_us(gemm_call(op, shape, "bfloat16", partials, "bfloat16", world))
             for op in OPS
         ]
         found.update(struct.pack("<3d", *times))

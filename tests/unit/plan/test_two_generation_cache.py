@@ -26,3 +26,14 @@ def test_a_new_value_for_a_kept_key_drops_nothing() -> None:
     for key in (1, 2, 2, 2):
         recent[key] = str(key)
     assert (recent[1], recent[2], recent.kept()) == ("1", "2", 2)
+
+
+def test_a_look_at_a_key_is_no_use_of_it() -> None:
+    recent: TwoGenerationCache[int, str] = TwoGenerationCache(2)
+    for key in (1, 2, 3):
+        recent[key] = str(key)
+    assert [recent.peek(key) for key in (1, 2, 3, 4)] == ["1", "2", "3", None]
+    recent[4] = "4"  # the younger generation has room
+    assert [recent.peek(key) for key in (1, 2, 3, 4)] == ["1", "2", "3", "4"]
+    recent[5] = "5"
+    assert [recent.peek(key) for key in (1, 2, 3, 4, 5)] == [None, None, "3", "4", "5"]
