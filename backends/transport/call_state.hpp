@@ -32,8 +32,25 @@ struct CallState {
 #ifdef __CUDACC__
     // Returns true in the last block, which ends the call. Called by one thread of every block, once, when
     // the block is done with the call and its accesses are ordered before by a fence.
-    __device__ bool is_last_block() {
-        return atomicAdd(&blocks_done, 1u) == gridDim.x * gridDim.y * gridDim.z - 1;
+    __device__ bool is_last_block() { return is_last(atomicAdd(&blocks_done, 1u)); }
+    // Returns true for the block before which so many were counted.
+    __device__ static bool is_last(std::uint32_t before) {
+        return before == gridDim.x * gridDim.y * gridDim.z - 1;
+    }
+    // Counts a block that is done with what others may change at the end of the call; returns how many were
+    // counted before it. Called by one thread of every block, once. The block that is counted last ends the call,
+    // after a fence; nobody else waits for the result.
+    __device__ std::uint32_t count_block() {
+#ifdef __CUDA_ARCH__
+        std::uint32_t before;
+        asm volatile("atom.release.gpu.global.add.u32 %0, [%1], 1;"
+                     : "=r"(before)
+                     : "l"(&blocks_done)
+                     : "memory");
+        return before;
+#else
+        return shared(blocks_done).fetch_add(1, std::memory_order_release);
+#endif
     }
     // Moves the epoch on, after everything else of the running call `number` on this rank. Called by that
     // thread.

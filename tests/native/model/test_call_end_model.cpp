@@ -19,15 +19,17 @@ constexpr int kRanks = 2, kBlocks = 2;
 
 // How a call ends, and what is wrong with it.
 enum class End {
-    whole,             // finish_call: every rank hears that every other is done
-    nodes,             // the same, between nodes
-    brief,             // finish_brief_call: nobody waits; memory of even and of odd calls
-    ahead,             // epoch_of_brief_block: the same, counted when blocks begin
+    whole,  // finish_call: every rank hears that every other is done
+    nodes,  // the same, between nodes
+    brief,  // finish_brief_call: nobody waits; memory of even and of odd calls
+    ahead,  // BriefBlock: the same, counted when blocks begin, and looked at when they are done
     one_memory,        // planted: brief, with the same memory in every call
     ahead_one_memory,  // planted: the same of ahead
     early,             // planted: whole, but blocks are done before they have read
     one_block,         // planted: the first block that is done ends the call
     no_fences,         // planted
+    ahead_no_fences,   // planted
+    recounted,         // planted: ahead, but a block is counted before it has the epoch
 };
 
 // Calls of kernels: each block writes into the peer's memory and sets its flag there, waits for its own, and
@@ -35,7 +37,7 @@ enum class End {
 class Calls : public model::Scenario {
   public:
     Calls(End end, std::uint64_t calls) : end_(end), calls_(calls) {
-        model::fences = end != End::no_fences;
+        model::fences = end != End::no_fences && end != End::ahead_no_fences;
         gridDim.x = end == End::one_block ? 1 : kBlocks;
         for (Rank& rank : ranks_) {
             for (auto& word : rank.control.finished) model::name(&word, "finished");
@@ -93,12 +95,18 @@ class Calls : public model::Scenario {
     void kernel(const hopper::Workspace& workspace, Rank& peer, Rank& own, int block,
                 std::uint64_t epoch) {
         const auto waiter = hopper::waiter_of(workspace, {}, transport::Waiter::kernel);
-        const bool ahead = end_ == End::ahead || end_ == End::ahead_one_memory;
+        const bool ahead =
+            end_ == End::ahead || end_ >= End::ahead_no_fences || end_ == End::ahead_one_memory;
+        std::uint64_t& number = own.control.state.epoch;
+        std::optional<hopper::BriefBlock> brief;
         if (ahead) {
-            model::require(hopper::epoch_of_brief_block(workspace) == epoch,
-                           "a block has another number");
+            if (end_ != End::recounted) model::reads(&number);
+            brief.emplace(workspace);
+            if (end_ == End::recounted) model::reads(&number);
+            model::require(brief->epoch() == epoch, "a block has another number");
         }
-        const std::size_t half = end_ == End::brief || end_ == End::ahead ? epoch & 1 : 0;
+        const std::size_t half =
+            end_ != End::ahead_one_memory && (ahead || end_ == End::brief) ? epoch & 1 : 0;
         model::writes(&peer.inbox[block][half]);
         peer.arrived[block].set(epoch);
         const auto read = [&] {
@@ -110,6 +118,10 @@ class Calls : public model::Scenario {
             hopper::finish_brief_call(workspace, epoch);
         } else if (!ahead) {
             hopper::finish_call(workspace, waiter, epoch);
+        } else {  // no other thread runs meanwhile: there is no atomic operation
+            const std::uint64_t before = number;
+            brief->finish(workspace);
+            if (number != before) model::writes(&number);
         }
         if (end_ == End::early) read();
     }
@@ -151,6 +163,8 @@ TEST(planted) {
     CHECK(!right("done before it has read", End::early, 2, 2));
     CHECK(!right("not the last block", End::one_block, 2, 2));
     CHECK(!right("no fences", End::no_fences, 2, 2));
+    CHECK(!right("counted ahead, no fences", End::ahead_no_fences, 2, 2));
+    CHECK(!right("counted before it has the epoch", End::recounted, 2, 2));
 }
 
 }  // namespace

@@ -182,8 +182,9 @@ class Mail : public model::Scenario {
 // the grid before it on its device has completed, and a sum is made of what has come; each is a fence here.
 // A reader clears words late, behind the sums that it sends. All ranks own something in odd calls, and
 // `owners` in even ones, where the others hear of each other through these. `epoch_each`: an exchange is an
-// epoch, with all of that epoch's area.
-template <int kRanks>
+// epoch, with all of that epoch's area. Of several rows, the next one's terms are sent before the terms of this one
+// are awaited, and those before the sums of the row before.
+template <int kRanks, int kRows = 1>
 class MailTwice : public model::Scenario {
   public:
     MailTwice(int owners, std::uint64_t calls, bool epoch_each)
@@ -222,12 +223,12 @@ class MailTwice : public model::Scenario {
         std::size_t place;
     };
 
-    Exchange exchange(std::uint64_t call, int which) const {
+    Exchange exchange(std::uint64_t call, int which, int row) const {
         if (epoch_each_) {
             const std::uint64_t epoch = 2 * call - 1 + which;
-            return {epoch, epoch % 2};
+            return {epoch, epoch % 2 * kRows + row};
         }
-        return {call, call % 2 * 2 + which};
+        return {call, (call % 2 * 2 + which) * kRows + row};
     }
     void send(int rank, int peer, const Exchange& exchange) {
         Place& place = places_[peer][rank][exchange.place];
@@ -248,8 +249,8 @@ class MailTwice : public model::Scenario {
         transport::store_relaxed(&place.word, 0);
     }
     void run(int rank, std::uint64_t call) {
-        const Exchange parts = exchange(call, 0);
-        const Exchange sums = exchange(call, 1);
+        const auto parts = [&](int row) { return exchange(call, 0, row); };
+        const auto sums = [&](int row) { return exchange(call, 1, row); };
         const int owners = call % 2 == 1 ? kRanks : owners_;
         const auto peers = [&](int upto, const auto& visit) {
             for (int step = 1; step < kRanks; ++step) {
@@ -257,21 +258,25 @@ class MailTwice : public model::Scenario {
             }
         };
         model::fence();
-        peers(owners, [&](int peer) { send(rank, peer, parts); });
-        if (rank < owners) {
-            peers(kRanks, [&](int peer) { look(rank, peer, parts); });
-            model::fence();
-            peers(kRanks, [&](int peer) { send(rank, peer, sums); });
-            peers(kRanks, [&](int peer) { clear(rank, peer, parts); });
+        for (int turn = 0; turn < kRows + 2; ++turn) {
+            if (turn < kRows) peers(owners, [&](int peer) { send(rank, peer, parts(turn)); });
+            if (const int row = turn - 1; 0 <= row && row < kRows && rank < owners) {
+                peers(kRanks, [&](int peer) { look(rank, peer, parts(row)); });
+                model::fence();
+                peers(kRanks, [&](int peer) { send(rank, peer, sums(row)); });
+                peers(kRanks, [&](int peer) { clear(rank, peer, parts(row)); });
+            }
+            if (const int row = turn - 2; 0 <= row) {
+                peers(owners, [&](int peer) { look(rank, peer, sums(row)); });
+                peers(owners, [&](int peer) { clear(rank, peer, sums(row)); });
+            }
         }
-        peers(owners, [&](int peer) { look(rank, peer, sums); });
-        peers(owners, [&](int peer) { clear(rank, peer, sums); });
     }
 
     int owners_;
     std::uint64_t calls_;
     bool epoch_each_;
-    std::array<std::array<std::array<Place, 4>, kRanks>, kRanks> places_{};  // to, from
+    std::array<std::array<std::array<Place, 4 * kRows>, kRanks>, kRanks> places_{};  // to, from
 };
 
 // Two writers add to one word of a reader's, call after call, each to say that its data is there.
@@ -354,11 +359,17 @@ TEST(calls_of_two_exchanges_by_mail) {
     CHECK(right("2 ranks", scenario<MailTwice<2>>(2, 3u, false)));
     CHECK(right("2 ranks, of which 1 owns", scenario<MailTwice<2>>(1, 4u, false)));
     CHECK(right("3 ranks, of which 1 owns", scenario<MailTwice<3>>(1, 3u, false), late()));
+    CHECK(right("2 ranks, 2 rows", scenario<MailTwice<2, 2>>(2, 3u, false), late()));
+    CHECK(
+        right("2 ranks, of which 1 owns, 3 rows", scenario<MailTwice<2, 3>>(1, 3u, false), late()));
     CHECK(!right("an epoch each", scenario<MailTwice<2>>(2, 2u, true)));
     model::fences = false;
     const bool unordered = right("grids without order", scenario<MailTwice<2>>(2, 3u, false));
+    const bool of_rows =
+        right("the same of 2 rows", scenario<MailTwice<2, 2>>(2, 3u, false), late());
     model::fences = true;
     CHECK(!unordered);
+    CHECK(!of_rows);
 }
 
 TEST(additions_of_several_calls) {

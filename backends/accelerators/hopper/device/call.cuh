@@ -145,15 +145,33 @@ __device__ inline std::uint64_t epoch_of_brief_call(const Workspace& workspace) 
     return epoch;
 }
 
-// Returns the same epoch to all threads of a block, which go on as soon as they know it, since another thread
-// counts. Called by all of them, in a world of several ranks.
-__device__ inline std::uint64_t epoch_of_brief_block(const Workspace& workspace) {
-    __shared__ std::uint64_t of_block;
-    if (threadIdx.x == 0) of_block = workspace.control().state.epoch;
-    __syncthreads();
-    const std::uint64_t epoch = of_block;
-    if (threadIdx.x == blockDim.x - 1) finish_brief_call(workspace, epoch);
-    return epoch;
-}
+// A block of such a call, all of whose threads need the epoch. They go on as soon as they know it, the one that counts
+// the block too: it asks for the number of blocks before it sends, and looks at it when the block is done.
+class BriefBlock {
+  public:
+    // Called by all threads of the block.
+    __device__ explicit BriefBlock(const Workspace& workspace) {
+        if (workspace.world == 1) return;
+        __shared__ std::uint64_t of_block;
+        transport::CallState& state = workspace.control().state;
+        if (threadIdx.x == 0) of_block = state.epoch;
+        __syncthreads();
+        epoch_ = of_block;
+        if (threadIdx.x == blockDim.x - 1) before_ = state.count_block();
+    }
+    // Moves the epoch on in the block that was counted last. Called by all threads, each at its end.
+    __device__ void finish(const Workspace& workspace) const {
+        if (!transport::CallState::is_last(before_)) return;
+        __threadfence();
+        move_on(workspace.control(), epoch_);
+    }
+
+    // 0 in a world of one rank.
+    __device__ std::uint64_t epoch() const { return epoch_; }
+
+  private:
+    std::uint64_t epoch_ = 0;
+    std::uint32_t before_ = ~0u;
+};
 
 }  // namespace mkernel::hopper

@@ -101,7 +101,8 @@ __global__ void __launch_bounds__(kMailThreads, 2)
     const Sent& sent = args.sent;
     const int rank = sent.workspace.rank;
     ptx::wait_for_grid_before();
-    const std::uint64_t epoch = epoch_of_brief_block(sent.workspace);
+    const BriefBlock brief(sent.workspace);
+    const std::uint64_t epoch = brief.epoch();
     const std::uint32_t places = args.places[0] + args.places[1];
     const auto mail = [&](int at, int from, std::uint32_t place) -> mailbox::Exact {
         char* const slot = sent.mail(at, from, epoch);
@@ -141,6 +142,7 @@ __global__ void __launch_bounds__(kMailThreads, 2)
         }
         return true;
     });
+    brief.finish(sent.workspace);
 }
 
 struct Reduced {
@@ -182,7 +184,8 @@ __global__ void __launch_bounds__(kMailThreads, 2)
             static_cast<const In*>(args.src) + (kScatter ? std::uint64_t{args.elements} * of : 0);
         return load<kWhole, Eight<In>>(part + at, args.elements - at);
     };
-    const std::uint64_t epoch = epoch_of_brief_block(sent.workspace);
+    const BriefBlock brief(sent.workspace);
+    const std::uint64_t epoch = brief.epoch();
     const std::uint32_t places = (args.elements + 7) / 8;
     for_own(places, [&](std::uint32_t place) {
         Eight<In> eight = own(place, sent.peer(1));
@@ -218,6 +221,7 @@ __global__ void __launch_bounds__(kMailThreads, 2)
         store<kWhole>(to, args.elements - place * 8, sum.rounded());
         return true;
     });
+    brief.finish(sent.workspace);
 }
 
 // In each of two exchanges a rank has a place for every peer: what rank r sends to the rank `step` after it
@@ -258,7 +262,8 @@ __global__ void __launch_bounds__(kMailThreads, 2)
     const In* const src = static_cast<const In*>(args.src);
     Out* const out = static_cast<Out*>(args.out);
     ptx::wait_for_grid_before();
-    const std::uint64_t epoch = epoch_of_brief_block(args.workspace);
+    const BriefBlock brief(args.workspace);
+    const std::uint64_t epoch = brief.epoch();
     const std::uint32_t places = args.owned / 8;
     for_own(places, [&](std::uint32_t place) {
         const std::uint32_t at = place * 8;
@@ -315,6 +320,7 @@ __global__ void __launch_bounds__(kMailThreads, 2)
         }
         return true;
     });
+    brief.finish(args.workspace);
 }
 
 // Returns true where all of them are multiples of 16: addresses, and bytes.

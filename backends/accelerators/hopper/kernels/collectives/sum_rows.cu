@@ -175,15 +175,13 @@ __device__ void add_batch(const Row<Element, kBatch>& row, unsigned first, float
     row.for_batch(first, [&](int i, unsigned) { add_eight<Element>(sums[i], words[i]); });
 }
 
-// Sends this rank's terms of row `number` by mail, to `to(step)` for steps from `first` to before `end`. Called by all
-// threads.
+// Sends this rank's terms of a row by mail, to `to(step)` for steps from `first` to before `end`. `terms`: those of the
+// thread's first batch. Called by all threads.
 template <class Element, int kBatch, class To>
-__device__ void send_row(const RowsOfSums& sums, std::uint32_t number, int first, int end,
-                         To&& to) {
-    const Row<Element, kBatch> row(sums, number);
+__device__ void send_row(const RowsOfSums& sums, const Row<Element, kBatch>& row,
+                         uint4 (&terms)[kBatch], int first, int end, To&& to) {
     row.for_batches([&](unsigned begin) {
-        uint4 terms[kBatch];
-        row.load(sums.from, begin, terms);
+        if (begin != threadIdx.x) row.load(sums.from, begin, terms);
 #pragma unroll 1
         for (int step = first; step < end; ++step) {
             char* const at = to(step);
@@ -200,13 +198,20 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     sum_rows_kernel(const __grid_constant__ Args args) {
     ptx::wait_for_grid_before();
     const Workspace& workspace = args.workspace;
-    const std::uint64_t epoch = workspace.world > 1 ? epoch_of_brief_block(workspace) : 0;
+    uint4 terms
+        [kBatch];  // of a row's first batch; of the block's first row, they come beside the epoch
+    const auto fetch = [&](std::uint32_t number) {
+        Row<Element, kBatch>(args.sums, number).load(args.sums.from, threadIdx.x, terms);
+    };
+    fetch(blockIdx.x);
+    const BriefBlock brief(workspace);
+    const std::uint64_t epoch = brief.epoch();
     const auto waiter = args.waiter();
     const auto send = [&](std::uint32_t number) {
-        send_row<Element, kBatch>(args.sums, number, 1, workspace.world, [&](int step) {
-            return args.mail(args.peer(step), workspace.rank, epoch) + args.bytes(number);
+        const Row<Element, kBatch> row(args.sums, number);
+        send_row(args.sums, row, terms, 1, workspace.world, [&](int step) {
+            return args.mail(args.peer(step), workspace.rank, epoch) + row.place;
         });
-        return true;
     };
     const auto take = [&](std::uint32_t number) {
         const auto sum = [&](const Row<Element, kBatch>& row, unsigned first,
@@ -232,7 +237,15 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         };
         return finish_row<Element, kBatch, kNorm>(args.sums, number, sum);
     };
-    collectives::for_each_chunk(args.sums.rows, send, take);
+    send(blockIdx.x);
+    for (std::uint32_t number = blockIdx.x; number < args.sums.rows; number += gridDim.x) {
+        if (const std::uint32_t next = number + gridDim.x; next < args.sums.rows) {
+            fetch(next);
+            send(next);
+        }
+        if (!take(number)) break;
+    }
+    brief.finish(workspace);
 }
 
 // Row `index` of every part is handled by one block, and a vector of it by one thread from its first word to its last:
@@ -243,7 +256,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     ptx::wait_for_grid_before();
     const Workspace& workspace = args.workspace;
     const int world = workspace.world;
-    const std::uint64_t epoch = world > 1 ? epoch_of_brief_block(workspace) : 0;
+    const BriefBlock brief(workspace);
+    const std::uint64_t epoch = brief.epoch();
     const auto waiter = args.waiter();
     const auto row_of = [&](int rank, std::uint32_t index) { return rank * args.owned + index; };
     const auto send = [&](std::uint32_t index) {
@@ -251,7 +265,10 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         for (int step = 1; step < world; ++step) {
             const std::uint32_t number = row_of(args.peer(step), index);
             if (number >= args.sums.rows) continue;
-            send_row<Element, kBatch>(args.sums, number, step, step + 1, [&](int to) {
+            const Row<Element, kBatch> row(args.sums, number);
+            uint4 terms[kBatch];
+            row.load(args.sums.from, threadIdx.x, terms);
+            send_row(args.sums, row, terms, step, step + 1, [&](int to) {
                 return args.mail(args.peer(to), to - 1, epoch) + args.bytes(index);
             });
         }
@@ -313,6 +330,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         return true;
     };
     collectives::for_each_chunk(args.owned, send, own, take);
+    brief.finish(workspace);
 }
 
 template <class Element, int kBatch>
