@@ -408,7 +408,8 @@ FAMILIES = {
          Shape(REDUCE, 1031, 4104, 512, path="library", bias=True),
          Shape(REDUCE, 2048, 2048, 512, path="fused"),
          *(normed(m, 1032, 512, layout="column", norm=norm, bias=m > 33, path=path)
-           for m in (33, 700) for norm in ("alone", "residual") for path in ("fused", "library"))],
+           for m in (33, 700) for norm in ("alone", "residual") for path in ("fused", "library")),
+         normed(1031, 4104, 520, path="library")],
         60, 300, 60, in_graphs=[*ROWS[:6], *ROWS[7:]], drawn=hopper_ranks.drawn_rows, draws=80,
         repeated=[each for each in ROWS if each.to != "x"], times=3,
     ),

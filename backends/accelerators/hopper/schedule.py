@@ -201,7 +201,7 @@ class LibrarySchedule(ProductSchedule):
     partial results and one of sums; None: there is no all-reduce. ``by_mail``: the collective is a
     Lamport exchange, whose data announces its own arrival, instead of using flags. Two exchanges
     into symmetric results use flags all the same. ``normalises``: if rows of the sum are
-    normalised, the kernel that sums them at once does that too; otherwise one that follows."""
+    normalised, the kernel that takes them by mail does that too; otherwise one that follows."""
 
     kind: Literal["hopper.library"] = "hopper.library"
     way: Way | None = None

@@ -254,14 +254,22 @@ def test_a_norm_takes_its_time_where_it_is_made(
     assert chosen.path == ("library" if where == "behind_us" else "fused")
 
 
-@pytest.mark.parametrize("m", [8, 16, 4096])
+@pytest.mark.parametrize(
+    ("m", "columns", "twice"),
+    [
+        (8, 2048, None),
+        (16, 2048, None),
+        (4096, 2048, "whole rows"),
+        (1023, 8200, "rows are cut"),  # mail would not hold whole ones
+    ],
+)
 @pytest.mark.parametrize("most_bytes", [0, 1 << 20])
 def test_who_normalises_rows_of_the_librarys_products(
-    started: Started, m: int, most_bytes: int
+    started: Started, m: int, columns: int, twice: str | None, most_bytes: int
 ) -> None:
-    """What sums them by mail at once, where there are few and they are not rounded behind it; else a
-    kernel, behind two exchanges by mail too."""
-    claims, columns = HopperAccelerator().capabilities(), 2048
+    """What takes them by mail, in one exchange or two, where they are not rounded behind it; else a
+    kernel that follows."""
+    claims = HopperAccelerator().capabilities()
     assert claims.constants is not None
     library_path = claims.constants.library
     assert library_path is not None
@@ -276,8 +284,8 @@ def test_who_normalises_rows_of_the_librarys_products(
     )  # fmt: skip
     how = usual.part(LibrarySchedule)
     mailed = 0 < m * columns * 2 <= most_bytes / 2
-    assert (how.way, how.by_mail) == (("two_shot", True) if m == 4096 else ("one_shot", mailed))
-    inside = mailed and how.product == "bfloat16"
+    assert (how.way, how.by_mail) == (("two_shot", True) if twice else ("one_shot", mailed))
+    inside = (twice == "whole rows" if twice else mailed) and how.product == "bfloat16"
     assert how.normalises == inside
     call, rows = last_rank(usual), torch.zeros(m, columns).bfloat16()
     given = {"residual": rows, "residual_out": rows.clone(), "norm_weight": rows[0].clone()}
@@ -286,7 +294,9 @@ def test_who_normalises_rows_of_the_librarys_products(
     executor.workspace(usual)
     executor(call, CONTEXT).start(call, 5)
     names = [name for name, *_ in started.told]
+    told = [one[2] for one in started.told if one[0] == "RowsOfSums" and "norm" in one[2]]
     assert ("sum_rows" in names) == inside
+    assert not inside or [f"'twice': {twice is not None}" in named for named in told] == [True]
     assert ("norm_rows" in names) != inside
     if not inside:
         wrong = usual.model_copy(update={"schedule": how.model_copy(update={"normalises": True})})
@@ -406,6 +416,11 @@ def test_who_normalises_rows_of_sums(
     around = Around(norm=Norm(True, 1e-6))
     usual = world.plan("all_reduce", {"m": m, "n": n}, dtype="bfloat16", around=around)
     assert usual.part(SumSchedule).way == way
+    assert usual.prediction is not None
+    assert plain.prediction is not None
+    if way != "two_shot":
+        more = usual.prediction.pipelined_us - plain.prediction.pipelined_us
+        assert more == pytest.approx(machine.machine().norms.inside_us)
     call, rows = last_rank(usual, view), torch.zeros(m, n).bfloat16()
     given = {"residual": rows, "residual_out": rows.clone(), "norm_weight": rows[0].clone()}
     call = replace(call, tensors={**call.tensors, **given})
@@ -417,10 +432,8 @@ def test_who_normalises_rows_of_sums(
     assert ("sum_rows" in names, "norm_rows" in names, "all_reduce" in names) == (
         inside, not inside, not inside and view != "compute_only",
     )  # fmt: skip
-    twice = [f"'twice': {way == 'mail_twice'}" in named for name, _, named in (
-        one for one in started.told if one[0] == "RowsOfSums" and "norm" in one[2]
-    )]  # fmt: skip
-    assert twice == ([True] if inside else [False])
+    told = [one[2] for one in started.told if one[0] == "RowsOfSums" and "norm" in one[2]]
+    assert [f"'twice': {way == 'mail_twice'}" in named for named in told] == [inside]
     assert (needs.areas[0] > started.DATA_OFFSET) != inside  # nothing but mail
 
 

@@ -193,7 +193,7 @@ def test_limits_are_those_of_the_kernels(made: Any) -> None:
     assert (tuning.FLAGS, tuning.COPIED_CHUNKS) == (made.MAX_FLAGS, made.MAX_COPIED_CHUNKS)
     few = (few_rows.COLUMNS, few_rows.MOST_SPLITS, few_rows.DEPTH_BYTES)
     assert few == (made.FEW_COLUMNS, made.MOST_SPLITS, made.FEW_DEPTH_BYTES)
-    assert (mail.MAIL_BYTES, tuning.MOST_NORMED_COLUMNS) == (
+    assert (mail.MAIL_BYTES, mail.MOST_NORMED_COLUMNS) == (
         made.MAIL_BYTES,
         made.MOST_NORMED_COLUMNS,
     )

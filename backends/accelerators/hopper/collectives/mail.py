@@ -7,9 +7,9 @@ fence nor flag follows the data. Pure functions of a plan's sizes.
 
 from __future__ import annotations
 
-from mkernel.backends.accelerators.hopper.schedule import Way
+from mkernel.backends.accelerators.hopper.schedule import MOST_NORMED_COLUMNS, Way
 from mkernel.plan.arguments import scale_sizes
-from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName
+from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, SumShape
 
 MAIL_BYTES = 16 << 20
 """Bytes that one call may send; as in device/workspace.cuh."""
@@ -40,6 +40,13 @@ def of_two_exchanges(
 
 def _slot(nbytes: int) -> int:
     return -(-nbytes // _SLOT_BYTES) * _SLOT_BYTES
+
+
+def keeps_rows(shape: GemmShape | SumShape, world: int, way: Way) -> bool:
+    """Return whether the kernel that takes the rows of a sum by mail can normalise them: a block
+    keeps a row, and owners in two exchanges have whole ones."""
+    sent = of_two_exchanges(shape.m * shape.n, world, "bfloat16", "bfloat16", whole=shape.n)
+    return shape.n <= MOST_NORMED_COLUMNS and (way == "one_shot" or sent <= MAIL_BYTES)
 
 
 def of_plan(plan: CommonPart, product: DtypeName, way: Way | None) -> int:

@@ -139,7 +139,9 @@ class LibraryExecutor:
             height * width * DTYPE_BYTES["float32"],
             outs,
             self._outputs,
-            summed_rows(plan, collective_blocks(context) // 2),  # one a multiprocessor
+            summed_rows(  # one a multiprocessor
+                plan, collective_blocks(context) // 2, self._way == made.Way.two_shot
+            ),
             self._normalises,
         )
         return found
@@ -215,7 +217,7 @@ class LibraryExecutor:
             return
         if self._normalises:
             blocks = collective_blocks(self._context) // 2  # one a multiprocessor
-            sum_by_mail(call, self._world, partial, blocks, stream)
+            sum_by_mail(call, self._world, partial, blocks, stream, not self._one_shot)
             return
         made, element = native(), self._element
         landings = self._outputs.landings(tensors["out"].data_ptr())
@@ -303,14 +305,14 @@ def _check(plan: LaunchPlan) -> None:
         raise ArgumentError("plan.schedule.by_mail", True, legal)
     if how.normalises and not (
         how.by_mail
-        and how.way == "one_shot"
+        and how.way
         and plan.norm
         and plan.bias is None
         and how.product == plan.out_dtype
-        and plan.gemm.n <= MOST_NORMED_COLUMNS
+        and mail.keeps_rows(plan.gemm, plan.world_size, how.way)
     ):
         legal = (
-            "False: no rows by mail at once, of the results' dtype, without a bias and of at most "
+            "False: no whole rows by mail, of the results' dtype, without a bias and of at most "
             f"{MOST_NORMED_COLUMNS} columns, to normalise"
         )
         raise ArgumentError("plan.schedule.normalises", True, legal)

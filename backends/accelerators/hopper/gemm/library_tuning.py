@@ -13,7 +13,7 @@ from mkernel.backends.accelerators.hopper.collectives import mail
 from mkernel.backends.accelerators.hopper.gemm import parts_tuning
 from mkernel.backends.accelerators.hopper.gemm.parts_tuning import WHOLE, Times
 from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.backends.accelerators.hopper.schedule import MOST_NORMED_COLUMNS, LibrarySchedule, Way
+from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, Way
 from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, Prediction
 from mkernel.plan.predict import payloads, prediction
@@ -102,7 +102,7 @@ def library(plan: CommonPart, constants: MachineConstants | None = None) -> Libr
         product=product,
         way=way,
         by_mail=mailed,
-        normalises=mailed and way == "one_shot" and normed and shape.n <= MOST_NORMED_COLUMNS,
+        normalises=mailed and normed and way is not None and mail.keeps_rows(shape, world, way),
     )
 
 

@@ -20,7 +20,6 @@ from mkernel.backends.accelerators.hopper.gemm import library_tuning, scaled_tun
 from mkernel.backends.accelerators.hopper.machine import Spread, machine
 from mkernel.backends.accelerators.hopper.schedule import (
     FLAGS,
-    MOST_NORMED_COLUMNS,
     FewRowsSchedule,
     GatherSchedule,
     LibrarySchedule,
@@ -79,7 +78,7 @@ def _with_norm(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     plan, times, made = request.plan, found.prediction, found.schedule
     if plan.norm is None or times is None:
         return found
-    mailed = isinstance(made, SumSchedule) and made.way == "mail"
+    mailed = isinstance(made, SumSchedule) and made.way != "two_shot"
     inside = mailed or (isinstance(made, FewRowsSchedule | LibrarySchedule) and made.normalises)
     more = _MACHINE.norms.inside_us if inside else _MACHINE.norms.behind_us
     names = ["compute_us", "sequential_us", "pipelined_us"]
@@ -438,14 +437,13 @@ def sums(
         _MACHINE.one_shot.takes(nbytes, world) and mail.of_sums(nbytes, world) <= mail.MAIL_BYTES
     )
     way: SumWay = "two_shot"
-    if normed and shape.n > MOST_NORMED_COLUMNS:
-        pass
-    elif brief:
+    if brief and (not normed or mail.keeps_rows(shape, world, "one_shot")):
         way = "mail"
     elif _MACHINE.twice_by_mail(sent.scatter, sent.spread, world, constants):
-        whole = {"whole": shape.n} if normed else {}
-        needed = mail.of_two_exchanges(shape.m * shape.n, world, "bfloat16", "bfloat16", **whole)
-        way = "mail_twice" if needed <= mail.MAIL_BYTES else "two_shot"
+        needed = mail.of_two_exchanges(shape.m * shape.n, world, "bfloat16", "bfloat16")
+        fits = needed <= mail.MAIL_BYTES
+        if fits and (not normed or mail.keeps_rows(shape, world, "two_shot")):
+            way = "mail_twice"
     return SumSchedule(way=way, blocks=processors)
 
 
