@@ -198,8 +198,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     sum_rows_kernel(const __grid_constant__ Args args) {
     ptx::wait_for_grid_before();
     const Workspace& workspace = args.workspace;
-    uint4 terms
-        [kBatch];  // of a row's first batch; of the block's first row, they come beside the epoch
+    // Terms of a row's first batch; of the block's first row, they come beside the epoch.
+    uint4 terms[kBatch];
     const auto fetch = [&](std::uint32_t number) {
         Row<Element, kBatch>(args.sums, number).load(args.sums.from, threadIdx.x, terms);
     };
