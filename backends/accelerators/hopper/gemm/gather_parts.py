@@ -22,9 +22,7 @@ from mkernel.backends.accelerators.hopper.gemm.parts_exchange import (
     Exchanges,
     PartsExchange,
     checked,
-    parts_of,
     rounded_up,
-    share,
 )
 from mkernel.backends.accelerators.hopper.gemm.parts_program import RecordedCall
 from mkernel.backends.accelerators.hopper.gemm.products import Multiply, multiply_of
@@ -78,7 +76,7 @@ class GatherPartsExecutor:
         if call.view == "compute_only":
             self._multiply_own(multiply, a, scale, into)
             for source in self._exchange.peers:
-                for first, last, _ in parts_of(self._plan, source):
+                for first, last, _ in self._exchange.parts[source]:
                     self._multiply_theirs(multiply, source, first, last, into)
             self._deliver(call, into)
             return
@@ -121,7 +119,7 @@ class GatherPartsExecutor:
         theirs = [
             (source, first, last, self._exchange.flag(source, number))
             for source in self._exchange.peers
-            for first, last, number in parts_of(self._plan, source)
+            for first, last, number in self._exchange.parts[source]
         ]
         if waits_first:
             for source, _, _, flag in theirs:
@@ -135,16 +133,14 @@ class GatherPartsExecutor:
     def _send(self, running: Exchanges, a: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Send own rows to every peer, the rank before this one first; their scales go ahead of
         them."""
-        exchange, start = (
-            self._exchange,
-            share(self._plan.gemm.m, self._plan.world_size, self._rank)[0],
-        )
+        exchange, parts = self._exchange, self._exchange.parts[self._rank]
+        start = parts[0].first
         running.fork()
         for peer in reversed(exchange.peers):
             if scale is not None:
                 own = self._rank * scale.nbytes
                 running.send(peer, scale, exchange.address(peer, self._scales_at + own))
-            for first, last, number in parts_of(self._plan, self._rank):
+            for first, last, number in parts:
                 to = exchange.address(peer, first * self._row_bytes)
                 flag = exchange.flag(self._rank, number)
                 running.send(peer, a[first - start : last - start], to, flag)
@@ -152,8 +148,8 @@ class GatherPartsExecutor:
     def _multiply_own(
         self, multiply: Multiply, a: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor
     ) -> None:
-        first, last = share(self._plan.gemm.m, self._plan.world_size, self._rank)
-        multiply(a, scale, out[first:last])
+        parts = self._exchange.parts[self._rank]
+        multiply(a, scale, out[parts[0].first : parts[-1].last])
 
     def _multiply_theirs(
         self, multiply: Multiply, source: int, first: int, last: int, out: torch.Tensor

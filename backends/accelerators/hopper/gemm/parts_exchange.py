@@ -51,15 +51,17 @@ def share(rows: int, world: int, rank: int) -> tuple[int, int]:
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
-def parts_of(plan: LaunchPlan, rank: int) -> list[Part]:
-    """Return the parts of the rows that a rank owns, in order; a share of fewer rows may have fewer
+def parts_of(plan: LaunchPlan) -> tuple[list[Part], ...]:
+    """Return the parts of the rows of each rank, in order; a share of fewer rows may have fewer
     parts."""
-    world = plan.world_size
-    first, last = share(plan.gemm.m, world, rank)
-    most = share(plan.gemm.m, world, 0)[1]
-    step = -(-most // plan.part(PartsSchedule).chunks)
-    starts = range(first, last, step)
-    return [Part(at, min(at + step, last), number) for number, at in enumerate(starts)]
+    rows, world = plan.gemm.m, plan.world_size
+    step = -(-share(rows, world, 0)[1] // plan.part(PartsSchedule).chunks)
+    found = []
+    for rank in range(world):
+        first, last = share(rows, world, rank)
+        starts = range(first, last, step)
+        found.append([Part(at, min(at + step, last), number) for number, at in enumerate(starts)])
+    return tuple(found)
 
 
 class PartsExchange:
@@ -68,6 +70,7 @@ class PartsExchange:
     Attributes:
         peers: the other ranks, those after this one first. Parts are read in the order in which
             they are sent, because each rank sends first to the rank before it.
+        parts: of the rows of each rank.
         world: the world as kernels see it.
     """
 
@@ -84,6 +87,7 @@ class PartsExchange:
         }
         self._own = call.workspace
         self.peers = tuple((rank + step) % world for step in range(1, world))
+        self.parts = parts_of(call.plan)
 
     def address(self, rank: int, offset: int) -> int:
         """Return the address, in this process, of byte ``offset`` of a rank's data area."""
@@ -139,13 +143,15 @@ class Exchanges(Protocol):
 
     def add(
         self,
-        parts: Sequence[torch.Tensor],
+        own: torch.Tensor,
+        theirs: Sequence[int],
         out: torch.Tensor,
         bias: torch.Tensor | None,
         *,
         ends: bool,
     ) -> None:
-        """Add packed rows, in that order, and a bias; ``ends``: the sum also ends the call."""
+        """Add packed rows, the peers' by their addresses, in that order, and a bias; ``ends``: the
+        sum also ends the call."""
 
     def copy(self, copied: Copied) -> None:
         """Copy rows."""
@@ -198,7 +204,8 @@ class Running(Exchanges):
 
     def add(
         self,
-        parts: Sequence[torch.Tensor],
+        own: torch.Tensor,
+        theirs: Sequence[int],
         out: torch.Tensor,
         bias: torch.Tensor | None,
         *,
@@ -208,7 +215,7 @@ class Running(Exchanges):
             self._context.device,
             self.world,
             element_of(self._plan),
-            [each.data_ptr() for each in parts],
+            [own.data_ptr(), *theirs],
             out.numel(),
             out.data_ptr(),
             self._plan.part(ReducePartsSchedule).sum_blocks,

@@ -4,7 +4,7 @@ executor takes, recorded once with tensors that have no memory."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,7 +42,6 @@ class RecordedCall(Exchanges):
         partial results, if products are not results of the call; ``blocks``: blocks of the kernel
         that adds them."""
         self._context = context
-        self._names: dict[int, str] = {}
         product = cublas.product_of(plan, context, strides, starters_product(plan))
         self._program: _hopper.PartsProgram = native().PartsProgram(
             world, product, partial, element_of(plan), blocks, plan.gemm.n
@@ -54,14 +53,12 @@ class RecordedCall(Exchanges):
         shape: tuple[int, int],
         dtype: torch.dtype,
         strides: Sequence[int] | None = None,
-    ) -> torch.Tensor:
+    ) -> Any:
         """Return a stand-in for a tensor of each call, or for ``partial``; packed unless
         ``strides`` is given."""
-        made = torch.empty_strided(
-            shape, tuple(strides or (shape[1], 1)), dtype=dtype, device="meta"
-        )
-        self._names[made.untyped_storage()._cdata] = name
-        return made
+        (height, columns), itemsize = shape, dtype.itemsize
+        pitch = columns if strides is None else strides[0]
+        return _Rows(name, 0, height, columns * itemsize, pitch * itemsize, itemsize)
 
     def starter(self) -> object:
         """Return the starter of such calls (``Executor.starter``)."""
@@ -71,16 +68,16 @@ class RecordedCall(Exchanges):
         )
         return found
 
-    def multiply(self, rows: torch.Tensor, _: torch.Tensor | None, out: torch.Tensor) -> None:
+    def multiply(self, rows: Any, _: torch.Tensor | None, out: Any) -> None:
         """Record a product, into rows of ``out`` or ``partial``."""
-        ours = self._name(rows) == "a"
+        ours = isinstance(rows, _Rows)
         self._program.multiply(
             None if ours else rows,
-            _first(rows) if ours else 0,
+            rows.first if ours else 0,
             len(rows),
-            _first(out),
-            self._place(rows),
-            self._place(out),
+            out.first,
+            _place(rows),
+            _place(out),
         )
 
     def fork(self) -> None:
@@ -88,24 +85,25 @@ class RecordedCall(Exchanges):
 
     def send(self, peer: int, rows: torch.Tensor, to: int, flag: int | None = None) -> None:
         number = native().NO_FLAG if flag is None else flag
-        self._program.push(peer, self._place(rows), rows.nbytes, to, number)
+        self._program.push(peer, _place(rows), rows.nbytes, to, number)
 
     def wait(self, source: int, flag: int) -> None:
         self._program.wait(source, flag)
 
     def add(
         self,
-        parts: Sequence[torch.Tensor],
+        own: torch.Tensor,
+        theirs: Sequence[int],
         out: torch.Tensor,
         bias: torch.Tensor | None,
         *,
         ends: bool,
     ) -> None:
-        places = [self._place(each) for each in parts]
-        self._program.sum(places, out.numel(), self._place(out), ends)
+        places = [_place(own), *(("here", at) for at in theirs)]
+        self._program.sum(places, out.numel(), _place(out), ends)
 
     def copy(self, copied: Copied) -> None:
-        self._program.copy(*self._copied(copied))
+        self._program.copy(*_copied(copied))
 
     def normalise(self, sums: _hopper.SummedRows) -> None:
         """Record the norm of the call's ``out``."""
@@ -116,23 +114,47 @@ class RecordedCall(Exchanges):
 
     def end(self, copies: Sequence[Copied] = ()) -> None:
         self.join()
-        self._program.end([*map(self._copied, copies)])
-
-    def _copied(self, copied: Copied) -> tuple[tuple[str, int], tuple[str, int], int]:
-        return self._place(copied.rows), self._place(copied.into), copied.rows.nbytes
-
-    def _name(self, tensor: torch.Tensor) -> str | None:
-        return self._names.get(tensor.untyped_storage()._cdata)
-
-    def _place(self, tensor: torch.Tensor) -> tuple[str, int]:
-        name = self._name(tensor)
-        if name is None:
-            return "here", tensor.data_ptr()
-        return name, int(tensor.storage_offset()) * tensor.itemsize
+        self._program.end([*map(_copied, copies)])
 
 
-def _first(rows: torch.Tensor) -> int:
-    """Return the number of the first of these rows in their matrix; a single row may have any
-    stride."""
-    before = int(rows.storage_offset())
-    return before // rows.stride(0) if before else 0
+class _Rows:
+    """Rows of a tensor of each call, from ``first`` on, without memory: torch's own tensors without
+    memory take their host ten times as long. Bytes: of the columns of a row, from a row to the next
+    one, and of an element."""
+
+    __slots__ = ("_height", "_itemsize", "_name", "_pitch", "_row", "first")
+
+    def __init__(
+        self, name: str, first: int, height: int, row: int, pitch: int, itemsize: int
+    ) -> None:
+        self._name, self.first, self._height = name, first, height
+        self._row, self._pitch, self._itemsize = row, pitch, itemsize
+
+    def __len__(self) -> int:
+        return self._height
+
+    def __getitem__(self, rows: slice) -> _Rows:
+        first, last, _ = rows.indices(self._height)
+        return _Rows(
+            self._name, self.first + first, max(0, last - first),
+            self._row, self._pitch, self._itemsize,
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        return self._height * self._row
+
+    def numel(self) -> int:
+        return self.nbytes // self._itemsize
+
+    def place(self) -> tuple[str, int]:
+        return self._name, self.first * self._pitch
+
+
+def _place(rows: Any) -> tuple[str, int]:
+    """Return where rows begin, as native code takes it."""
+    return rows.place() if isinstance(rows, _Rows) else ("here", rows.data_ptr())
+
+
+def _copied(copied: Copied) -> tuple[tuple[str, int], tuple[str, int], int]:
+    return _place(copied.rows), _place(copied.into), copied.rows.nbytes

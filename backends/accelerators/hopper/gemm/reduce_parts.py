@@ -27,7 +27,6 @@ from mkernel.backends.accelerators.hopper.gemm.parts_exchange import (
     Part,
     PartsExchange,
     checked,
-    parts_of,
     rounded_up,
     share,
 )
@@ -85,7 +84,7 @@ class ReducePartsExecutor:
         rows = _Rows(multiply, aligned(a), scale, partial)
         if call.view == "compute_only":
             for owner in (*self._exchange.peers, self._rank):
-                for part in parts_of(self._plan, owner):
+                for part in self._exchange.parts[owner]:
                     rows.multiply(part)
             return
         out = writable(call.tensors["out"])
@@ -137,11 +136,11 @@ class ReducePartsExecutor:
     def _send_partials(self, running: Exchanges, rows: _Rows) -> None:
         exchange = self._exchange
         for owner in exchange.peers:
-            start = share(self._plan.gemm.m, self._plan.world_size, owner)[0]
-            for part in parts_of(self._plan, owner):
+            slot, parts = self._slot_at(owner, self._rank), exchange.parts[owner]
+            for part in parts:
                 mine = rows.multiply(part)
                 running.fork()
-                at = self._slot_at(owner, self._rank) + (part.first - start) * self._sum_row
+                at = slot + (part.first - parts[0].first) * self._sum_row
                 flag = exchange.flag(self._rank, part.number)
                 running.send(owner, mine, exchange.address(owner, at), flag)
 
@@ -154,7 +153,7 @@ class ReducePartsExecutor:
         outs: tuple[int, ...],
     ) -> None:
         """Sum own rows of ``out``; in an all-reduce send them to every peer."""
-        exchange, parts = self._exchange, parts_of(self._plan, self._rank)
+        exchange, parts = self._exchange, self._exchange.parts[self._rank]
         for part in parts:
             rows.multiply(part)
             for source in reversed(exchange.peers):
@@ -181,14 +180,10 @@ class ReducePartsExecutor:
         mine = out[start : start + height]
         below = (part.first - self._first) * self._sum_row
         theirs = [
-            self._exchange.lying(
-                self._slot_at(self._rank, source) + below,
-                (height, self._plan.gemm.n),
-                self._product,
-            )
+            self._exchange.address_here(self._slot_at(self._rank, source) + below)
             for source in self._exchange.peers
         ]
-        running.add([partial[part.first : part.last], *theirs], mine, bias, ends=ends)
+        running.add(partial[part.first : part.last], theirs, mine, bias, ends=ends)
         return mine
 
     def _slot_at(self, owner: int, sender: int) -> int:
@@ -213,7 +208,7 @@ class ReducePartsExecutor:
         assert landed is not None
         last: list[Copied] = []
         for source in reversed(exchange.peers):
-            for part in parts_of(self._plan, source):
+            for part in exchange.parts[source]:
                 running.wait(source, exchange.flag(source, part.number, _RESULTS))
                 for each in last:
                     running.copy(each)
@@ -240,8 +235,9 @@ class _Rows:
         rows, scale = slice(part.first, part.last), self._scale
         if scale is not None and len(scale) == len(self._a):
             scale = scale[rows]
-        self._multiply(self._a[rows], scale, self.partial[rows])
-        return self.partial[rows]
+        made = self.partial[rows]
+        self._multiply(self._a[rows], scale, made)
+        return made
 
 
 def _slot_bytes(plan: LaunchPlan) -> int:
