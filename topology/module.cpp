@@ -68,15 +68,9 @@ PYBIND11_MODULE(_cost, m) {
         .def_readonly("total_us", &Product::total_us)
         .def_readonly("tile_us", &Product::tile_us)
         .def_readonly("tile", &Product::tile, "The number of the kind of tiles; -1: no waves.");
-    py::class_<Overlapped>(m, "Overlapped")
-        .def_readonly("product", &Overlapped::product)
-        .def_readonly("pipelined_us", &Overlapped::pipelined_us);
     py::class_<Exchanges>(m, "Exchanges")
         .def(py::init(&exchanges_of), "egress_gbs"_a, "exchange_us"_a, "scattered_sums_gbs"_a,
              "one_shot"_a, "brief"_a, "mail"_a, "mail_twice"_a)
-        .def("once_us", &Exchanges::once_us, "nbytes"_a, "world"_a)
-        .def("scattered_us", &Exchanges::scattered_us, "nbytes"_a, "ratio"_a, "world"_a)
-        .def("reduced_us", &Exchanges::reduced_us, "terms"_a, "sums"_a, "whole"_a, "world"_a)
         .def("twice_by_mail", &Exchanges::twice_by_mail, "terms"_a, "sums"_a, "world"_a);
     py::class_<Products>(m, "Products")
         .def(py::init(&made), "tiles"_a, "streamed"_a, "loaded"_a, "splits"_a, "tile_us"_a,
@@ -97,16 +91,7 @@ PYBIND11_MODULE(_cost, m) {
                double memory_gbs, Size itemsize) {
                 return self.fastest(owners, rows, n, k, {cores, memory_gbs, itemsize});
             },
-            "owners"_a, "rows"_a, "n"_a, "k"_a, "cores"_a, "memory_gbs"_a, "itemsize"_a)
-        .def(
-            "overlapped",
-            [](const Products& self, Size owners, Size rows, Size n, Size k, Size cores,
-               double memory_gbs, Size itemsize, double comm_us, double unhidden) {
-                return self.overlapped(owners, rows, n, k, {cores, memory_gbs, itemsize}, comm_us,
-                                       unhidden);
-            },
-            "owners"_a, "rows"_a, "n"_a, "k"_a, "cores"_a, "memory_gbs"_a, "itemsize"_a,
-            "comm_us"_a, "unhidden"_a);
+            "owners"_a, "rows"_a, "n"_a, "k"_a, "cores"_a, "memory_gbs"_a, "itemsize"_a);
     py::class_<GemmCall>(m, "GemmCall")
         .def(py::init([](std::string_view op, Size m, Size n, Size k, Size world, Size itemsize,
                          Size of_partials, Size of_results) {

@@ -413,7 +413,7 @@ class LaunchPlan(CommonPart):
                 f"a plan of op {self.op} on {self.accelerator}, path {self.path!r}, has the schedule "
                 f"{self.schedule!r}, no {of.__name__}; plan with the backend's `schedule`"
             )
-        kind = type(self.schedule).model_fields["kind"].default
+        kind = type(self.schedule).__pydantic_fields__["kind"].default
         if self.schedule.kind != kind:
             raise ArgumentError("plan.schedule.kind", repr(self.schedule.kind), repr(kind))
         return self.schedule

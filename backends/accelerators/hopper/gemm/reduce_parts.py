@@ -243,4 +243,4 @@ class _Rows:
 def _slot_bytes(plan: LaunchPlan) -> int:
     """Return the bytes of the partial results of one sender."""
     rows = -(-plan.gemm.m // plan.world_size)
-    return rounded_up(rows * plan.gemm.n * DTYPE_BYTES[checked(plan, ReducePartsSchedule).product])
+    return rounded_up(rows * plan.gemm.n * DTYPE_BYTES[plan.part(ReducePartsSchedule).product])
