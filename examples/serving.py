@@ -6,8 +6,9 @@
 
 Batching is continuous. While fewer sequences run than the load, the next request is prefilled in
 chunks of drawn sizes, and between two chunks all running sequences decode one token. Prefill is
-eager. On GPUs decode steps are CUDA graphs, one for each power of two that batches are padded to. A
-sequence has a slot of a static KV cache, whose number is its row in the batch.
+eager. On GPUs decode steps are CUDA graphs, one for each power of two that batches are padded to;
+with --accelerator streams, whose calls cannot be captured, they are eager too. A sequence has a slot
+of a static KV cache, whose number is its row in the batch.
 
 Two servers with the same weights take turns, in periods of --steps steps with a drawn load. They serve
 the same requests by the same schedule. ``mkernel`` ends each half of a layer in one GEMM+AllReduce with
@@ -21,6 +22,7 @@ servers answer with other tokens, or where memory grows by more than --growth af
 """
 
 import argparse
+import ctypes
 import functools
 import heapq
 import os
@@ -43,12 +45,13 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 import mkernel
 
-TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}  # of logits, relative
+TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}  # of logits, relative
 SAME_TOKENS = 0.95  # in float32: after two logits that are as good as equal, answers differ
 EPS = 1e-5
 
-SIZES = "hidden inner heads kv_heads vocabulary layers slots context chunk steps"
-Width = namedtuple("Width", SIZES)
+Width = namedtuple(
+    "Width", "hidden inner heads kv_heads vocabulary layers slots context chunk steps"
+)
 WIDTHS = {
     "tiny": Width(64, 128, 8, 4, 512, layers=2, slots=8, context=64, chunk=16, steps=50),
     "8b": Width(4096, 14336, 32, 8, 32768, layers=4, slots=64, context=2048, chunk=512, steps=1000),
@@ -200,10 +203,10 @@ class Model:
 class Decode:
     """A decode step of one padded batch; on GPUs a graph, which reads and writes the same tensors."""
 
-    def __init__(self, model: Model, batch: int) -> None:
+    def __init__(self, model: Model, batch: int, graphs: bool, pool: Any) -> None:
         self.model, self.graph = model, None
         self.inputs = torch.zeros(2, batch, dtype=torch.long, device=model.device)
-        if model.device.type == "cuda":
+        if graphs:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -211,7 +214,8 @@ class Decode:
             torch.cuda.synchronize()
             mkernel.synchronize()
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            # NCCL's watchdog may query the device meanwhile.
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
                 self._run()
 
     def _run(self) -> None:
@@ -236,11 +240,11 @@ class Request:
 class Server:
     """The scheduler of a model. Servers, and ranks, with the same seed have the same schedule."""
 
-    def __init__(self, model: Model, seed: int) -> None:
+    def __init__(self, model: Model, seed: int, graphs: bool, pool: Any) -> None:
         self.model, self.width, self.draw = model, model.width, random.Random(seed)
         slots = self.width.slots
         sizes = [1 << i for i in range((slots - 1).bit_length())] + [slots]
-        self.decodes = {size: Decode(model, size) for size in sizes}
+        self.decodes = {size: Decode(model, size, graphs, pool) for size in sizes}
         self.free = list(range(slots))  # a heap: the lowest slot makes the shortest batch
         self.arriving: Request | None = None
         self.running: list[Request] = []
@@ -330,10 +334,13 @@ def table(servers: dict[str, Server]) -> str:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Return MiB: this process's on the host, and what is taken of its device."""
+    """Return the MiB that this process has on the host, and that are taken of its device, after
+    allocators have given back what is free."""
+    ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     found = {"host": pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)}
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         found["device"] = (total - free) / (1 << 20)
     return found
@@ -343,9 +350,11 @@ def serve(options: argparse.Namespace, width: Width, peer: str, world: Any) -> b
     """Serve for the given time, print what it took. Return False where something is wrong."""
     device = torch.device(world.accelerator.device)
     whole = Weights(width, getattr(torch, options.dtype), device)
+    graphs = device.type == "cuda" and options.accelerator != "streams"
+    pools = (mkernel.graph_pool(), torch.cuda.graph_pool_handle()) if graphs else (None, None)
     servers = {
-        name: Server(Model(whole, world.rank, world.size, end_half), options.seed)
-        for name, end_half in (("mkernel", fused), (peer, unfused))
+        name: Server(Model(whole, world.rank, world.size, ends), options.seed, graphs, pool)
+        for name, ends, pool in zip(("mkernel", peer), (fused, unfused), pools, strict=True)
     }
     draw, end = random.Random(options.seed), time.monotonic() + options.seconds
     worst, same, total, periods = 0.0, 0, 0, 0

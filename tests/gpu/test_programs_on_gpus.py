@@ -1,4 +1,4 @@
-"""Programs on GPUs: collectives of torch that the compiler fuses, and the training example."""
+"""Programs on GPUs: collectives of torch that the compiler fuses, and examples."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import mkernel
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE, EXPERTS = EXAMPLES / "train_tensor_parallel.py", EXAMPLES / "qwen3_moe.py"
+SERVER = EXAMPLES / "serving.py"
 LIMIT = 0.02
 """Of a relative error: products in bfloat16 behind one another, whose sums are rounded elsewhere."""
 
@@ -62,18 +63,36 @@ def test_the_example_of_shared_experts(
     judge_losses(EXPERTS, accelerator, dtype, tolerance, torchrun)
 
 
+@pytest.mark.parametrize(("accelerator", "width"), [("streams", "tiny"), ("hopper", "8b")])
+def test_the_serving_example(accelerator: str, width: str, torchrun: list[str]) -> None:
+    """With ``hopper`` decode steps are graphs, and 64 MiB is what memory may grow by."""
+    options = ["--accelerator", accelerator, "--width", width, "--dtype", "bfloat16"]
+    code, said = ended(
+        [*torchrun, "--nproc-per-node", "2", str(SERVER), *options, "--seconds", "20"]
+    )
+    assert code == 0, said
+    assert len(re.findall(r"rank \d of 2 on \S+: \d+ periods, logits differ", said)) == 2
+    assert re.search(r"answers: mkernel \d+, nccl \d+$", said, re.MULTILINE), said
+
+
 def judge_losses(
     example: Path, accelerator: str, dtype: str, tolerance: float, torchrun: list[str]
 ) -> None:
     """Both ranks' losses are the unsharded model's."""
     options = ["--accelerator", accelerator, "--dtype", dtype, "--tolerance", str(tolerance)]
-    ended = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", str(example), *options],
+    code, said = ended([*torchrun, "--nproc-per-node", "2", str(example), *options])
+    assert code == 0, said
+    assert len(re.findall(r"rank \d of 2 on \S+: losses differ", said)) == 2
+
+
+def ended(command: list[str]) -> tuple[int, str]:
+    """The exit code of a program, and what it printed."""
+    done = subprocess.run(
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=280,
         check=False,
     )
-    assert ended.returncode == 0, ended.stdout
-    assert len(re.findall(r"rank \d of 2 on \S+: losses differ", ended.stdout)) == 2
+    return done.returncode, done.stdout
