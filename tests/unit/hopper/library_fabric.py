@@ -160,6 +160,14 @@ class Fabric:
         """There is none: all products are torch's."""
         return None
 
+    def RowsOfSums(self, **rows: Any) -> dict[str, Any]:
+        """The rows of sums."""
+        return rows
+
+    def SummedRows(self, rows: dict[str, Any], eps: float | None) -> tuple[dict[str, Any], Any]:
+        """The same and their norm."""
+        return rows, eps
+
     def library_starter(
         self, device: int, order: Any, control: Any, product: dict[str, Any], *how: Any
     ) -> Any:

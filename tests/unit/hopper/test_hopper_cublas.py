@@ -16,7 +16,8 @@ from test_hopper_parts import in_parts
 
 from mkernel.backends.accelerators.cuda import long_products
 from mkernel.backends.accelerators.cuda.long_products import Matrix
-from mkernel.backends.accelerators.hopper import device_world
+from mkernel.backends.accelerators.hopper import device_world, starters
+from mkernel.backends.accelerators.hopper.collectives import norm
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
 from mkernel.backends.accelerators.hopper.gemm import cublas, library
@@ -251,7 +252,7 @@ class OpenedFabric(Fabric):
 def opened(monkeypatch: pytest.MonkeyPatch) -> OpenedFabric:
     """Of a world of two, with a torch for CUDA 13."""
     made = OpenedFabric(2)
-    for module in (library, device_world, cublas):
+    for module in (library, device_world, cublas, norm, starters):
         monkeypatch.setattr(module, "native", lambda: made)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     return made

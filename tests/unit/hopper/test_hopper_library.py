@@ -14,9 +14,9 @@ from library_fabric import DATA_OFFSET, STREAM, Fabric, workspace_of
 from operand_forms import OPS as GEMMS
 from operand_forms import RoundedOnce
 
-from mkernel.backends.accelerators.hopper import capabilities, device_world
+from mkernel.backends.accelerators.hopper import capabilities, device_world, starters
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.collectives import landing
+from mkernel.backends.accelerators.hopper.collectives import landing, norm
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import FUSED, executor_of
 from mkernel.backends.accelerators.hopper.gemm import library, products
@@ -57,7 +57,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Fabric]:
 
     def make(world: int) -> Fabric:
         made = Fabric(world)
-        for module in (library, device_world, landing):
+        for module in (library, device_world, landing, norm, starters):
             monkeypatch.setattr(module, "native", lambda: made)
         monkeypatch.setattr(products, "mm", on_cpu)  # torch has float32 results on devices alone
         return made
@@ -286,6 +286,9 @@ def test_what_native_code_is_told_of_a_plan(
     assert (told["elements"], told["columns"]) == (m * n, n)
     assert told["shard_bytes"] == m // world * 64 * 2
     assert tuple(told["outs"]) == outs
+    rows, eps = told["sums"]
+    assert (rows["rows"], rows["columns"], rows["half"], eps) == (m, n, False, None)
+    assert rows["twice"] == (told["way"] == "two_shot")
 
     def shape_and_dtype(allocation: Any) -> tuple[tuple[int, int], str]:
         (shape, strides, dtype) = allocation[1]
@@ -296,3 +299,9 @@ def test_what_native_code_is_told_of_a_plan(
     assert (told["whole"] is not None) == rounded
     if rounded:
         assert shape_and_dtype(told["whole"]) == ((m, n), "float32")
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_native_code_takes_the_rows_that_a_plan_sums(made: Any, twice: bool) -> None:
+    plan = planned("gemm_all_reduce", 64, 64, 64, 2)
+    assert isinstance(starters.summed_rows(plan, 66, twice), made.SummedRows)
