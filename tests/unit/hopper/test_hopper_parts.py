@@ -181,6 +181,16 @@ def test_copies_run_beside_products(fabric: Any, op: str) -> None:
     assert told[-1] == "end" or told[-1] == ("sum", 8 * 32, 264, True)
 
 
+def test_results_are_copied_while_the_next_ones_travel(fabric: Any) -> None:
+    made, stands = in_parts("gemm_all_reduce", 48, 136, 64, 3, 2), fabric(3)
+    executor: Any = executor_of(made)(
+        call_of(made, stands, 0, {}), DispatchContext(0, Order([]), 64)
+    )
+    steps = executor.starter({}, {"a": (64, 1), "b": (136, 1)}).steps
+    assert [name for name, *_ in steps[-9:]] == [*["wait", "copy"] * 3, "wait", "join", "end"]
+    assert len(steps[-1][1]) == 1
+
+
 def test_rows_are_normalised_when_all_are_there(
     fabric: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,9 +209,9 @@ class ReducePartsExecutor:
         last: list[Copied] = []
         for source in reversed(exchange.peers):
             for part in exchange.parts[source]:
-                running.wait(source, exchange.flag(source, part.number, _RESULTS))
-                for each in last:
+                for each in last:  # while the next ones travel
                     running.copy(each)
+                running.wait(source, exchange.flag(source, part.number, _RESULTS))
                 if not symmetric:
                     rows = slice(part.first, part.last)
                     last = [Copied(landed[rows], out[rows])]
