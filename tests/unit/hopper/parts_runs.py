@@ -23,8 +23,8 @@ from parts_fabric import (
     scaled_mm,
 )
 
-from mkernel.backends.accelerators.hopper import device_world
-from mkernel.backends.accelerators.hopper.collectives import landing
+from mkernel.backends.accelerators.hopper import device_world, starters
+from mkernel.backends.accelerators.hopper.collectives import landing, norm
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
 from mkernel.backends.accelerators.hopper.gemm import (
@@ -52,6 +52,7 @@ def fabrics(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], PartsFabric]:
         made = PartsFabric(world)
         for module in (
             library, device_world, landing, parts_exchange, parts_program, gather_parts, reduce_parts,
+            norm, starters,
         ):  # fmt: skip
             monkeypatch.setattr(module, "native", lambda: made)
         monkeypatch.setattr(parts_exchange, "bytes_at", flat_at)
