@@ -32,7 +32,8 @@ class _Parts(Function):
 
     @staticmethod
     def backward(ctx: Any, *of_parts: Tensor) -> Any:
-        return torch.ops.mkernel.joined_columns(list(of_parts)), None
+        with torch.enable_grad():  # else compilers that leave it to autograd lose its derivative
+            return torch.ops.mkernel.joined_columns(list(of_parts)), None
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

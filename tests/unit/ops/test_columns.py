@@ -42,3 +42,15 @@ def test_compiled_gradients_are_joined_by_the_kernels_that_compute_them() -> Non
 def test_joined_columns_have_derivatives() -> None:
     parts = [torch.randn(3, n, dtype=torch.float64, requires_grad=True) for n in COLUMNS]
     assert torch.autograd.gradcheck(lambda *each: torch.ops.mkernel.joined_columns([*each]), parts)
+
+
+def test_second_derivatives_go_through_them_where_a_compiler_leaves_them_to_autograd() -> None:
+    y = torch.randn(6, sum(COLUMNS), dtype=torch.float64, requires_grad=True)
+
+    def second(function: object) -> Tensor:
+        assert callable(function)
+        first = torch.autograd.grad(function(y) + y.square().sum(), y, create_graph=True)
+        return gradient(lambda _: first[0].square().sum(), y)
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    torch.testing.assert_close(second(compiled), second(expected))
