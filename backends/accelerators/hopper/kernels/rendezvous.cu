@@ -58,7 +58,7 @@ Shares shared(const LastCopies& copies) {
 }  // namespace
 
 void LastCopies::add(std::uint64_t to, std::uint64_t from, std::uint64_t nbytes) {
-    if (nbytes == 0) return;
+    if (nbytes == 0 || to == from) return;
     if (count == kMost) {
         throw std::invalid_argument("a call ends with more than " + std::to_string(kMost) +
                                     " copies");

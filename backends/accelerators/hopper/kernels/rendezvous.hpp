@@ -21,7 +21,8 @@ class LastCopies {
         std::uint64_t nbytes;
     };
 
-    // Adds a copy, unless it is of nothing. std::invalid_argument: there are kMost already.
+    // Adds a copy, unless it is of nothing, or onto itself as of a rank's own rows that lie where they are
+    // gathered. std::invalid_argument: there are kMost already.
     void add(std::uint64_t to, std::uint64_t from, std::uint64_t nbytes);
 
     Copy each[kMost];
