@@ -311,6 +311,18 @@ _RATIOS = "{{{0}.mean:.2f}}x | {{{0}.least:.2f}}x"
 TEXTS: dict[str, tuple[str, ...]] = {
     README: (
         *(
+            f"| whole models, {label}, {{{one}.rows!w}} sizes | {_RATIOS.format(one)} | "
+            f"{{{one}.on!w}} |"
+            for label, one in (
+                ("training step, compiled, layers", "whole[step, compiled, nn]"),
+                ("training step, compiled, pass", "whole[step, compiled, pass]"),
+                ("training step, CUDA graph, layers", "whole[step, graph, nn]"),
+                ("prefill, compiled, layers", "whole[prefill, compiled, nn]"),
+                ("prefill, compiled, pass", "whole[prefill, compiled, pass]"),
+                ("prefill, CUDA graph, layers", "whole[prefill, graph, nn]"),
+            )
+        ),
+        *(
             f"| drawn, {{{one}.shapes!w}}, {words}, {{{one}.rows!w}} rows | {_RATIOS.format(one)} | "
             f"{{{one}.where!w}}, 2 x {card} |"
             for mode, words in (("graph", "CUDA graph"), ("eager", "eager loop"))
