@@ -47,7 +47,13 @@ if TYPE_CHECKING:
     from mkernel.ops.all_reduce import all_reduce
     from mkernel.ops.gemm_all_reduce import gemm_all_reduce
     from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
-    from mkernel.ops.moe import MoeDispatch, MoeHandle, moe_combine, moe_dispatch_gemm
+    from mkernel.ops.moe import (
+        MoeDispatch,
+        MoeHandle,
+        MoeQuantisedDispatch,
+        moe_combine,
+        moe_dispatch_gemm,
+    )
     from mkernel.ops.moe_gemm_combine import moe_gemm_combine
     from mkernel.ops.ring_attention import ring_attention
     from mkernel.ops.symm_mem import (
@@ -75,6 +81,7 @@ __all__ = [
     "LaunchPlan",
     "MoeDispatch",
     "MoeHandle",
+    "MoeQuantisedDispatch",
     "Settings",
     "Statistics",
     "World",
@@ -114,6 +121,7 @@ HOMES = {
     "LaunchPlan": "mkernel.plan.model",
     "MoeDispatch": "mkernel.ops.moe",
     "MoeHandle": "mkernel.ops.moe",
+    "MoeQuantisedDispatch": "mkernel.ops.moe",
     "Statistics": "mkernel.world.statistics",
     "World": "mkernel.world.world",
     "all_gather_gemm": "mkernel.ops.all_gather_gemm",

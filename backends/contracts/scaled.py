@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mkernel.plan.arguments import BLOCK
+from mkernel.plan.model import BLOCK
 
 
 def dequantised(matrix: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -27,6 +27,35 @@ def spread(scale: Tensor, rows: int, columns: int) -> Tensor:
         if scale.shape[dim] not in (1, size):
             scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)
     return scale
+
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def quantised_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise rows to e4m3, and return them with their scales.
+
+    Args:
+        rows: [.., N], in a floating-point dtype.
+
+    Returns:
+        [.., N] in ``torch.float8_e4m3fn``, and [.., 1] in float32, 1 where a row is all zeros,
+        or would have a scale of 0. An infinity or NaN is NaN in the result, so that it is not lost.
+    """
+    wide = rows.float()
+    most = wide.abs().amax(-1, keepdim=True)
+    # On a GPU torch does not divide by a number, but multiplies by its reciprocal: other bits.
+    scale = most / torch.full_like(most, LARGEST)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    # A subnormal scale is rounded so far that a quotient may be beyond the largest.
+    return (wide / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
+
+
+def quantised_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise rows [R, K] by blocks of 128: return them in e4m3 with scales [R, K / 128], each block as
+    :func:`quantised_rows` does a row."""
+    values, scale = quantised_rows(rows.reshape(len(rows), rows.shape[1] // BLOCK, BLOCK))
+    return values.flatten(1), scale.squeeze(2)
 
 
 _STEP = 4

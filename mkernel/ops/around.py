@@ -26,8 +26,8 @@ from mkernel.backends.contracts.norm import add_and_normalise
 from mkernel.errors import ArgumentError, DtypeError, ShapeError
 from mkernel.ops import validate
 from mkernel.ops.steps import Steps
-from mkernel.plan.arguments import BLOCK, Strides, rows_of, scale_sizes
-from mkernel.plan.model import LaunchPlan, ScaleMode, Scales
+from mkernel.plan.arguments import Strides, rows_of, scale_sizes
+from mkernel.plan.model import BLOCK, LaunchPlan, ScaleMode, Scales
 
 
 class Scaled(NamedTuple):
@@ -57,12 +57,17 @@ def check_scaled(a: Tensor, b: Tensor, given: Scaled, device: str) -> Scales:
         if operand.dtype != torch.float8_e4m3fn:
             raise DtypeError(f"{name}.dtype", operand.dtype, "torch.float8_e4m3fn, beside scales")
     for name, scale in (("a_scale", given.a), ("b_scale", given.b)):
-        if not isinstance(scale, Tensor):
-            raise DtypeError(name, validate.describe(scale), "a torch.Tensor")
-        if scale.dtype != torch.float32:
-            raise DtypeError(f"{name}.dtype", scale.dtype, "torch.float32")
-        validate.on_device(name, scale, device)
+        check_scale(name, scale, device)
     return Scales(mode=_mode(a, b, given), use_fast_accum=given.use_fast_accum)
+
+
+def check_scale(name: str, scale: object, device: str) -> None:
+    """Raise DtypeError or ArgumentError for scales that are not float32 and on the device."""
+    if not isinstance(scale, Tensor):
+        raise DtypeError(name, validate.describe(scale), "a torch.Tensor")
+    if scale.dtype != torch.float32:
+        raise DtypeError(f"{name}.dtype", scale.dtype, "torch.float32")
+    validate.on_device(name, scale, device)
 
 
 def _mode(a: Tensor, b: Tensor, given: Scaled) -> ScaleMode:

@@ -14,7 +14,7 @@ Combine: y rows ──▶ back to their tokens' ranks; out[t] = sum over slots, 
 from __future__ import annotations
 
 import zlib
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,16 +24,20 @@ from typing_extensions import Unpack
 from mkernel.errors import ArgumentError, DtypeError, ShapeError
 from mkernel.ops import flops, validate
 from mkernel.ops import moe_backward as gradients
+from mkernel.ops.around import refuse_gradients
 from mkernel.ops.common import Done, Execution, plan_for
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import called, register
+from mkernel.ops.scaled_experts import check_experts, default_results, dtypes, packed
 from mkernel.ops.steps import Steps
-from mkernel.plan.model import Activation
+from mkernel.plan.model import BLOCK, Activation
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 from mkernel.world.world import World
 
+OP = "moe_dispatch_gemm"
+_OPERANDS = ("x", "w")
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
@@ -57,6 +61,17 @@ class MoeDispatch(NamedTuple):
     """
 
     outputs: Tensor
+    counts: Tensor
+    handle: MoeHandle
+
+
+class MoeQuantisedDispatch(NamedTuple):
+    """The results of a dispatch whose outputs are quantised: as :class:`MoeDispatch`, ``outputs`` in
+    ``torch.float8_e4m3fn`` with ``scales`` [R, I / 128] in float32, as :func:`moe_gemm_combine` takes
+    both."""
+
+    outputs: Tensor
+    scales: Tensor
     counts: Tensor
     handle: MoeHandle
 
@@ -101,6 +116,8 @@ def dispatch(
     topk_ids: Tensor,
     w: Tensor,
     *,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
     capacity: int | None = None,
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
@@ -110,9 +127,10 @@ def dispatch(
     **execution: Unpack[Execution],
 ) -> Done:
     """Run :func:`moe_dispatch_gemm` with its plan and record. Outputs: ``outputs``, ``counts``,
-    ``handle``."""
+    ``handle``; ``scales``, where ``out_dtype`` is e4m3."""
     world, steps = current(group), steps or Steps()
-    x, topk_ids, w = plain("moe_dispatch_gemm", ("x", "topk_ids", "w"), (x, topk_ids, w))
+    names = ("x", "topk_ids", "w", "x_scale", "w_scale")
+    x, topk_ids, w, x_scale, w_scale = plain(OP, names, (x, topk_ids, w, x_scale, w_scale))
     capabilities = world.engine("moe_dispatch_gemm").claims
     device = world.accelerator.device
     _expect_shapes(x, topk_ids, w, activation)
@@ -120,9 +138,9 @@ def dispatch(
         validate.on_device(name, tensor, device)
         validate.row_major(name, tensor)
     validate.on_device("w", w, device)
-    dtype = validate.dtype_name("x.dtype", x.dtype, capabilities.dtypes)
-    validate.same_dtype("w.dtype", w, "x", x)
-    out_name = validate.dtype_name("out_dtype", out_dtype or x.dtype, capabilities.out_dtypes)
+    around = check_experts(OP, _OPERANDS, (x, w, x_scale, w_scale), device)
+    kind = out_dtype or default_results(x)
+    dtype, out_name = dtypes(_OPERANDS, x, w, kind, around, capabilities)
     if topk_ids.dtype not in _ID_DTYPES:
         raise DtypeError("topk_ids.dtype", topk_ids.dtype, "torch.int32 or torch.int64")
     if capacity is not None:
@@ -145,6 +163,7 @@ def dispatch(
         dtype,
         out_name,
         b_layout=validate.expert_layout("w", w, capabilities),
+        around=around,
         chunk=chunk,
     )
     words = _routing_words(world, topk_ids, experts)
@@ -152,14 +171,47 @@ def dispatch(
     last = steps.do(Tensor.narrow, routing, 0, words - 1, 1)
     steps.do(Tensor.fill_, last, mark(world))  # by a kernel, which graphs capture
     tensors = {"x": x, "topk_ids": topk_ids, "w": w, "routing": routing}
+    tensors |= packed(steps, _OPERANDS, x_scale, w_scale)
     record = steps.launch(world, plan, tensors, **execution)
     steps.do(remember, routing, mark(world))
     counts = record.results["counts"]
     handle = MoeHandle(counts, routing)
     found = {"outputs": record.results["outputs"], "counts": counts, "handle": handle}
+    if "scales" in record.results:
+        found["scales"] = record.results["scales"]
     return Done(plan, record, found)
 
 
+@overload
+def moe_dispatch_gemm(
+    x: Tensor,
+    topk_ids: Tensor,
+    w: Tensor,
+    *,
+    capacity: int | None = ...,
+    activation: Activation | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    chunk: int | None = ...,
+    x_scale: Tensor | None = ...,
+    w_scale: Tensor | None = ...,
+    quantise: None = ...,
+    group: Group = ...,
+) -> MoeDispatch: ...
+@overload
+def moe_dispatch_gemm(
+    x: Tensor,
+    topk_ids: Tensor,
+    w: Tensor,
+    *,
+    capacity: int | None = ...,
+    activation: Activation | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    chunk: int | None = ...,
+    x_scale: Tensor | None = ...,
+    w_scale: Tensor | None = ...,
+    quantise: Literal["block"],
+    group: Group = ...,
+) -> MoeQuantisedDispatch: ...
 def moe_dispatch_gemm(
     x: Tensor,
     topk_ids: Tensor,
@@ -169,8 +221,11 @@ def moe_dispatch_gemm(
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
+    quantise: Literal["block"] | None = None,
     group: Group = None,
-) -> MoeDispatch:
+) -> MoeDispatch | MoeQuantisedDispatch:
     """Send each token to its experts and multiply: outputs = rows of expert e @ w[e].
 
     Collective: every rank of the world calls it with the same shapes, dtypes and options. Any
@@ -191,10 +246,19 @@ def moe_dispatch_gemm(
             rounds gate and up to ``out_dtype``. None: outputs are the product.
         out_dtype: of the outputs; default: that of ``x``. Accumulation is in float32.
         chunk: rows a communication chunk; default: the planner's choice.
+        x_scale, w_scale: float32, of e4m3 ``w`` (``torch.float8_e4m3fn``), the transpose of a
+            contiguous [E/W, I, H], by blocks of 128 x 128: w_scale [E/W, H / 128, I / 128], I / 128
+            rounded up, H a multiple of 128. x is e4m3 too, beside x_scale [T, H / 128]; or it has 16
+            bits and no scales: then each token is quantised once, by blocks of 128, before it
+            travels. Sums of blocks are added in float32; outputs are bfloat16, or as a 16-bit x.
+            There are no gradients.
+        quantise: ``"block"``, beside scales: outputs are e4m3, quantised from float32 by rows and
+            blocks of 128, in one step with the activation; I is a multiple of 128.
         group: names the world; None: the default one.
 
     Returns:
-        :class:`MoeDispatch`. Rows of one expert are ordered by source rank, token, slot.
+        :class:`MoeDispatch`; with ``quantise`` :class:`MoeQuantisedDispatch`. Rows of one expert are
+        ordered by source rank, token, slot.
 
     Raises:
         ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
@@ -203,6 +267,17 @@ def moe_dispatch_gemm(
             and the world goes on.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
+    if out_dtype == torch.float8_e4m3fn:
+        raise DtypeError(
+            "out_dtype", out_dtype, "another dtype; or quantise='block', beside scales"
+        )
+    if quantise is not None:
+        if quantise != "block" or w_scale is None:
+            legal = "'block', beside w_scale; or None"
+            raise ArgumentError("quantise", repr(quantise), legal)
+        if out_dtype is not None:
+            raise ArgumentError("out_dtype", out_dtype, "None, beside quantise")
+        out_dtype = torch.float8_e4m3fn
     options: dict[str, Any] = {
         "capacity": capacity,
         "activation": activation,
@@ -210,6 +285,15 @@ def moe_dispatch_gemm(
         "chunk": chunk,
     }
     dispatches, named = called(group)
+    if x_scale is not None or w_scale is not None:
+        refuse_gradients(OP, x=x, w=w, x_scale=x_scale, w_scale=w_scale)
+        outputs, counts, routing, scales = dispatches.moe_dispatch_gemm_scaled(
+            x, topk_ids, w, x_scale, w_scale, **options, group=named
+        )
+        handle = MoeHandle(counts, routing)
+        if quantise is not None:
+            return MoeQuantisedDispatch(outputs, scales, counts, handle)
+        return MoeDispatch(outputs, counts, handle)
     outputs, counts, routing = dispatches.moe_dispatch_gemm(x, topk_ids, w, **options, group=named)
     return MoeDispatch(outputs, counts, MoeHandle(counts, routing))
 
@@ -403,6 +487,33 @@ def _dispatch_fake(
     )
 
 
+def _scaled_dispatch_kernel(
+    steps: Steps, x: Tensor, **given: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    done = dispatch(x, **given, steps=steps).outputs
+    scales = done.get("scales")
+    if scales is None:
+        scales = steps.empty((0,), x, torch.float32)
+    return done["outputs"], *done["handle"], scales
+
+
+def _scaled_dispatch_fake(
+    x: Tensor,
+    topk_ids: Tensor,
+    w: Tensor,
+    x_scale: Tensor | None,
+    w_scale: Tensor | None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kind = out_dtype or default_results(x)
+    found = _dispatch_fake(x, topk_ids, w, out_dtype=kind, **options)
+    rows, width = found[0].shape
+    shape = (rows, width // BLOCK) if kind == torch.float8_e4m3fn else (0,)
+    return *found, x.new_empty(shape, dtype=torch.float32)
+
+
 def _combine_kernel(
     y: Tensor, counts: Tensor, routing: Tensor, topk_weights: Tensor, **options: Any
 ) -> Tensor:
@@ -432,6 +543,15 @@ register(
     gradients.save_dispatch,
     gradients.dispatch_backward,
     flops=flops.dispatch,
+)
+register(
+    "moe_dispatch_gemm_scaled(Tensor x, Tensor topk_ids, Tensor w, Tensor? x_scale, Tensor? w_scale, "
+    "*, int? capacity=None, str? activation=None, ScalarType? out_dtype=None, int? chunk=None, "
+    "str group) -> (Tensor, Tensor, Tensor, Tensor)",
+    _scaled_dispatch_kernel,
+    _scaled_dispatch_fake,
+    flops=flops.dispatch,
+    range_name=OP,
 )
 register(
     "moe_combine(Tensor y, Tensor counts, Tensor routing, Tensor topk_weights, *, "

@@ -21,12 +21,15 @@ from typing_extensions import Unpack
 
 from mkernel.errors import ShapeError
 from mkernel.ops import flops, validate
+from mkernel.ops.around import refuse_gradients
 from mkernel.ops.common import Done, Execution, plan_for
 from mkernel.ops.moe import MoeHandle, check_routed, expect_handle
 from mkernel.ops.moe_backward import weights_as
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import called, ops, register
+from mkernel.ops.scaled_experts import check_experts, default_results, dtypes, packed
 from mkernel.ops.steps import Steps
+from mkernel.plan.arguments import NOTHING, Around
 from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.plan.pipeline import Returns
 from mkernel.world.groups import Group
@@ -34,6 +37,7 @@ from mkernel.world.lifecycle import current
 from mkernel.world.world import World
 
 OP = "moe_gemm_combine"
+_OPERANDS = ("h", "w2")
 _BACKWARD = "moe_gemm_combine_backward"
 
 
@@ -55,6 +59,7 @@ def _plan(
     *,
     partial_dtype: torch.dtype | None = None,
     returns: Returns | None = None,
+    around: Around = NOTHING,
 ) -> LaunchPlan:
     claims = world.engine(op).claims
     tokens, top_k = topk_weights.shape
@@ -65,6 +70,7 @@ def _plan(
         wishes["partial_dtype"] = validate.dtype_name(
             "partial_dtype", partial_dtype, get_args(DtypeName)
         )
+    dtype, out_name = dtypes(_OPERANDS, h, w2, out_dtype, around, claims)
     return plan_for(
         world,
         op,
@@ -76,9 +82,10 @@ def _plan(
             "top_k": top_k,
             **wishes,
         },
-        validate.dtype_name("h.dtype", h.dtype, claims.dtypes),
-        validate.dtype_name("out_dtype", out_dtype, claims.out_dtypes),
+        dtype,
+        out_name,
         b_layout=validate.expert_layout("w2", w2, claims),
+        around=around,
     )
 
 
@@ -89,6 +96,8 @@ def gemm_combine(
     handle: MoeHandle,
     topk_weights: Tensor,
     *,
+    h_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     partial_dtype: torch.dtype | None = None,
     returns: Returns | None = None,
@@ -100,20 +109,26 @@ def gemm_combine(
     world, steps = current(group), steps or Steps()
     world.engine(OP)  # else Unsupported
     expect_handle(handle)
-    names = ("h", "w2", "handle.counts", "handle.routing", "topk_weights")
-    h, w2, counts, routing, topk_weights = plain(OP, names, (h, w2, *handle, topk_weights))
+    names = ("h", "w2", "handle.counts", "handle.routing", "topk_weights", "h_scale", "w2_scale")
+    given = (h, w2, *handle, topk_weights, h_scale, w2_scale)
+    h, w2, counts, routing, topk_weights, h_scale, w2_scale = plain(OP, names, given)
     experts = check_routed(steps, world, "h", h, counts, routing, topk_weights)
     _expect_shapes(h, w2)
     validate.on_device("w2", w2, world.accelerator.device)
     if len(w2) * world.size != experts:
         legal = f"[{len(counts)}, I, H]: of as many experts as the dispatch had"
         raise ShapeError("w2", validate.describe(w2), legal)
-    validate.same_dtype("w2.dtype", w2, "h", h)
-    kind = out_dtype or h.dtype
-    plan = _plan(world, OP, h, w2, topk_weights, kind, partial_dtype=partial_dtype, returns=returns)
+    device = world.accelerator.device
+    around = check_experts(OP, _OPERANDS, (h, w2, h_scale, w2_scale), device)
+    kind = out_dtype or default_results(h)
+    plan = _plan(
+        world, OP, h, w2, topk_weights, kind,
+        partial_dtype=partial_dtype, returns=returns, around=around,
+    )  # fmt: skip
     out = steps.empty((len(topk_weights), w2.shape[2]), h, kind)
     weights = weights_as(steps, topk_weights, plan)
     tensors = {"h": h, "w2": w2, "routing": routing, "topk_weights": weights, "out": out}
+    tensors |= packed(steps, _OPERANDS, h_scale, w2_scale)
     record = steps.launch(world, plan, tensors, **execution)
     return Done(plan, record, {"out": out})
 
@@ -127,6 +142,8 @@ def moe_gemm_combine(
     out_dtype: torch.dtype | None = None,
     partial_dtype: torch.dtype | None = None,
     returns: Returns | None = None,
+    h_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
     group: Group = None,
 ) -> Tensor:
     """Multiply by each expert's second weight and bring the results home:
@@ -152,6 +169,11 @@ def moe_gemm_combine(
             of slots; ``"ranks"``, the weighted sum of a token's results on one rank, added at home in
             the order of ranks; None: what is predicted to be faster. Both are right within the
             roundings of ``partial_dtype``, but not equal in bits.
+        h_scale, w2_scale: float32, of e4m3 ``w2`` (``torch.float8_e4m3fn``), as ``w_scale`` is in
+            :func:`moe_dispatch_gemm`: w2_scale [E/W, I / 128, H / 128]. h is e4m3 too, beside h_scale
+            [R, I / 128]; or it has 16 bits, and rows are quantised by blocks of 128. What travels is
+            rounded to ``partial_dtype``; the result is bfloat16, or as a 16-bit h. There are no
+            gradients.
         group: names the world, which is that of the dispatch; None: the default one.
 
     Returns:
@@ -171,6 +193,14 @@ def moe_gemm_combine(
     }
     combines, named = called(group)
     expect_handle(handle)
+    if h_scale is not None or w2_scale is not None:
+        refuse_gradients(
+            OP, h=h, w2=w2, topk_weights=topk_weights, h_scale=h_scale, w2_scale=w2_scale
+        )
+        home: Tensor = combines.moe_gemm_combine_scaled(
+            h, w2, *handle, topk_weights, h_scale, w2_scale, **options, group=named
+        )
+        return home
     result: Tensor = combines.moe_gemm_combine(h, w2, *handle, topk_weights, **options, group=named)
     return result
 
@@ -198,6 +228,22 @@ def _fake(
 ) -> Tensor:
     _expect_shapes(h, w2)
     return h.new_empty((topk_weights.shape[0], w2.shape[2]), dtype=out_dtype or h.dtype)
+
+
+def _scaled_fake(
+    h: Tensor,
+    w2: Tensor,
+    counts: Tensor,
+    routing: Tensor,
+    topk_weights: Tensor,
+    h_scale: Tensor | None,
+    w2_scale: Tensor | None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Tensor:
+    kind = out_dtype or default_results(h)
+    return _fake(h, w2, counts, routing, topk_weights, out_dtype=kind, **options)
 
 
 @untraced
@@ -261,6 +307,15 @@ register(
     _derivatives,
     flops=flops.combine,
     any_rows=("h",),
+)
+register(
+    "moe_gemm_combine_scaled(Tensor h, Tensor w2, Tensor counts, Tensor routing, Tensor topk_weights, "
+    "Tensor? h_scale, Tensor? w2_scale, *, ScalarType? out_dtype=None, ScalarType? partial_dtype=None, "
+    "str? returns=None, str group) -> Tensor",
+    _kernel,
+    _scaled_fake,
+    flops=flops.combine,
+    range_name=OP,
 )
 register(
     "moe_gemm_combine_backward(Tensor grad_out, Tensor h, Tensor w2, Tensor counts, Tensor routing, "

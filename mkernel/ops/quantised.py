@@ -1,36 +1,12 @@
-"""Rows in e4m3 with a scale each, as the next product of e4m3 operands takes them.
-
-scale = max|row| / 448        quantised = row / scale, in float32, rounded to nearest
-"""
+"""Normalised rows in e4m3 with a scale each, as the next product of e4m3 operands takes them."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from mkernel.backends.contracts.scaled import quantised_rows
 from mkernel.errors import ArgumentError
 from mkernel.ops.around import refuse_gradients
-
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
-
-
-def quantised_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise rows to e4m3, and return them with their scales.
-
-    Args:
-        rows: [.., N], in a floating-point dtype.
-
-    Returns:
-        [.., N] in ``torch.float8_e4m3fn``, and [.., 1] in float32, 1 where a row is all zeros,
-        or would have a scale of 0. An infinity or NaN is NaN in the result, so that it is not lost.
-    """
-    wide = rows.float()
-    most = wide.abs().amax(-1, keepdim=True)
-    # On a GPU torch does not divide by a number, but multiplies by its reciprocal: other bits.
-    scale = most / torch.full_like(most, LARGEST)
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    # A subnormal scale is rounded so far that a quotient may be beyond the largest.
-    return (wide / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
 
 
 def check_quantise(op: str, quantise: object, norm_weight: Tensor | None, **given: object) -> None:

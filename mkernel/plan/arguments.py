@@ -8,7 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError, Unsupported
-from mkernel.plan.model import E4M3, Copied, DtypeName, OpName, PathChoice, ScaleMode, Scales
+from mkernel.plan.model import (
+    BLOCK,
+    E4M3,
+    Copied,
+    DtypeName,
+    OpName,
+    PathChoice,
+    ScaleMode,
+    Scales,
+)
 from mkernel.plan.ops import COMPANIONS, canonical, forward
 from mkernel.plan.pipeline import Exchange, Returns
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer
@@ -222,13 +231,14 @@ def check_layout(
 #     row     a_scale [M, 1]          b_scale [1, N]
 #     block   a_scale [M, K / 128]    b_scale [K / 128, N / 128], N / 128 rounded up
 #
-# as ``torch._scaled_mm`` has them. The scales of A are a rank's own and go where its rows go.
+# as ``torch._scaled_mm`` has them. The scales of A are a rank's own and go where its rows go. MoE ops
+# have scales by blocks alone, those of B for each expert.
 
-BLOCK = 128
-"""The number of elements of a row of A, and of rows and columns of B, that share a scale by
-blocks."""
 RESULTS: tuple[DtypeName, ...] = ("bfloat16", "float16", "float32")
 """Dtypes of results of e4m3 operands, the default first."""
+SCALED_EXPERTS: tuple[OpName, ...] = ("moe_dispatch_gemm", "moe_gemm_combine")
+"""MoE ops that take e4m3 operands. Results of the first may be e4m3 too: the launch quantises them by
+rows and blocks, from float32."""
 
 
 def scale_sizes(
@@ -243,6 +253,7 @@ def scale_sizes(
 
 
 def check_scales(
+    op: OpName,
     dtype: str,
     out_dtype: str | None,
     layout: str,
@@ -250,7 +261,7 @@ def check_scales(
     claims: AcceleratorCapabilities,
     accelerator: str,
 ) -> None:
-    """Check the scales of a GEMM op against its dtypes, its layout and the backend's claims.
+    """Check the scales of an op against its dtypes, its layout and the backend's claims.
 
     Raises:
         DtypeError: operands without scales that need some, or the other way round; scales that the
@@ -264,35 +275,45 @@ def check_scales(
         )
     if scales is None:
         return
-    if scales.mode not in claims.scale_modes:
-        claimed = f"{' or '.join(claims.scale_modes)} scales" if claims.scale_modes else "none"
+    experts = op in SCALED_EXPERTS
+    if experts and scales.quantises not in (None, "float16", "bfloat16"):
+        raise ArgumentError("quantises", scales.quantises, "float16 or bfloat16")
+    if not experts and scales.quantises is not None:
+        raise ArgumentError("quantises", scales.quantises, f"None: {op} takes e4m3 rows")
+    modes: tuple[ScaleMode, ...] = claims.scale_modes
+    if experts:
+        modes = ("block",) if claims.scaled_experts else ()
+    if scales.mode not in modes:
+        claimed = f"{' or '.join(modes)} scales" if modes else "none"
         raise DtypeError(
             "dtype",
             f"{dtype!r} with {scales.mode} scales",
-            f"what accelerator {accelerator!r} takes: of e4m3 operands {claimed}; else "
+            f"what accelerator {accelerator!r} takes: of e4m3 operands {claimed}"
+            + f"{f' in {op}' if experts else ''}; else "
             + ", ".join(claims.dtypes),
         )
     if scales.mode == "block" and scales.use_fast_accum:
         raise ArgumentError(
             "use_fast_accum", True, "False: sums of products with scales by blocks are float32"
         )
-    if out_dtype is not None and out_dtype not in RESULTS:
+    quantised = op == "moe_dispatch_gemm" and out_dtype == E4M3
+    if out_dtype is not None and out_dtype not in RESULTS and not quantised:
         raise DtypeError(
             "out_dtype", repr(out_dtype), f"one of: {', '.join(RESULTS)}", why="operands are e4m3"
         )
     if layout != "column":
         raise LayoutError(
-            "b",
+            "w" if experts else "b",
             "row-major",
             "K-major, as matrix units read e4m3: the transpose of a contiguous [N, K], such as "
             "weight.t(); else b.t().contiguous().t()",
         )
 
 
-def check_blocks(scales: Scales | None, k: int) -> None:
-    """Raise ShapeError if blocks of scales do not cover K."""
+def check_blocks(scales: Scales | None, name: str, k: int) -> None:
+    """Raise ShapeError if blocks of scales do not cover K, the size of that name."""
     if scales is not None and scales.mode == "block" and k % BLOCK:
-        raise ShapeError("k", k, f"a multiple of {BLOCK}, with scales by blocks")
+        raise ShapeError(name, k, f"a multiple of {BLOCK}, with scales by blocks")
 
 
 # ---- steps around a launch -----------------------------------------------------------------------
@@ -340,7 +361,8 @@ def check_around(op: OpName, around: Around, columns: int | None) -> None:
         return
     _check_norm(op, around.norm)
     if op not in _GEMMS:
-        for argument, value in around._replace(norm=None)._asdict().items():
+        scales = None if op in SCALED_EXPERTS else around.scales  # these have been checked
+        for argument, value in around._replace(norm=None, scales=scales)._asdict().items():
             if value:
                 raise ArgumentError(argument, repr(value), f"nothing: {op} has no such step")
         return

@@ -49,6 +49,9 @@ class AcceleratorCapabilities(Model):
     with fewer bits (``use_fast_accum``) and the world has one node."""
     fused_float32_scale_modes: tuple[ScaleMode, ...] = ()
     """The same as ``fused_scale_modes``, if products are added in float32."""
+    scaled_experts: bool = False
+    """Says that dispatch+GEMM and GEMM+combine take e4m3 weights, column-major, with scales by blocks,
+    and rows that are e4m3 with such scales, or in 16 bits and quantised by the launch."""
     alignment_bytes: int
     transfer_paths: tuple[str, ...]
     """Paths of transfers. ``p2p``: kernels write to peers of the node. ``nic``: they also push puts

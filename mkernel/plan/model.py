@@ -85,8 +85,10 @@ AnySchedule = Annotated[SerializeAsAny[Schedule], BeforeValidator(Schedule.read)
 
 DtypeName = Literal["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"]
 E4M3: DtypeName = "float8_e4m3fn"
-"""The dtype of operands of GEMM ops that come with scales (:mod:`mkernel.plan.arguments`), and of
-nothing else."""
+"""The dtype of operands that come with scales (:mod:`mkernel.plan.arguments`), and of nothing else."""
+BLOCK = 128
+"""The number of elements of a row of A, and of rows and columns of B, that share a scale by
+blocks."""
 ScaleMode = Literal["tensor", "row", "block"]
 """The modes of scales of e4m3 operands. ``tensor``: one scale each. ``row``: one for each row of A
 and each column of B. ``block``: one for each 128 of a row of A and each 128 x 128 of B."""
@@ -258,12 +260,14 @@ class NormStep(Model):
 
 
 class Scales(Model):
-    """The scales of the e4m3 operands of a GEMM op. ``use_fast_accum``: their products may be added
+    """The scales of the e4m3 operands of a product. ``use_fast_accum``: their products may be added
     with fewer bits than float32 has, if the device is faster so, as in ``torch._scaled_mm``; not by
-    blocks."""
+    blocks. ``quantises``: the dtype of rows of MoE ops that the launch quantises, each once; None: they
+    are e4m3 beside scales of their own."""
 
     mode: ScaleMode
     use_fast_accum: bool = False
+    quantises: DtypeName | None = None
 
 
 class CommonPart(Model):

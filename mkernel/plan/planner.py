@@ -17,6 +17,7 @@ from mkernel.plan import arguments, missing, paths
 from mkernel.plan.arguments import (
     NOTHING,
     RESULTS,
+    SCALED_EXPERTS,
     Around,
     Norm,
     check_around,
@@ -28,8 +29,10 @@ from mkernel.plan.model import (
     E4M3,
     BiasStep,
     CommonPart,
+    GemmCombineShape,
     GemmShape,
     LaunchPlan,
+    MoeShape,
     NormStep,
     OpName,
     PathChoice,
@@ -210,15 +213,17 @@ class Plans:
         arguments.check_world(world.nodes, world.ranks_per_node)
         self.ranks = world.nodes * world.ranks_per_node
         scales, taken = around.scales, claims.dtypes
-        if name in GEMMS:  # what there is of it, its scales decide
+        experts = name in SCALED_EXPERTS and scales is not None
+        if name in GEMMS or experts:  # what there is of it, its scales decide
             taken = (*taken, E4M3)
         self.dtype = arguments.check_dtype("dtype", dtype, taken, accelerator)
-        check_scales(self.dtype, out_dtype, b_layout, scales, claims, accelerator)
+        check_scales(name, self.dtype, out_dtype, b_layout, scales, claims, accelerator)
         default = "float32" if claims.mixed_dtypes and name in GEMMS else self.dtype
         if scales is not None:
             default = next(one for one in RESULTS if one in claims.out_dtypes)
+        quantised = (E4M3,) if experts else ()
         self.out_dtype = arguments.check_dtype(
-            "out_dtype", out_dtype or default, claims.out_dtypes, accelerator
+            "out_dtype", out_dtype or default, (*claims.out_dtypes, *quantised), accelerator
         )
         if not claims.mixed_dtypes and self.out_dtype != self.dtype and scales is None:
             raise DtypeError(
@@ -275,7 +280,13 @@ class Plans:
         columns = None
         if isinstance(shape, GemmShape):
             columns = shape.n
-            check_blocks(around.scales, shape.k)
+            check_blocks(around.scales, "k", shape.k)
+        elif isinstance(shape, MoeShape):
+            check_blocks(around.scales, "hidden", shape.hidden)
+            if self.out_dtype == E4M3:
+                check_blocks(around.scales, "features", shape.features)
+        elif isinstance(shape, GemmCombineShape):
+            check_blocks(around.scales, "features", shape.features)
         check_around(self.op, around, columns)
         _ = self.library
         return shape

@@ -6,7 +6,9 @@ import math
 from typing import Literal, NamedTuple
 
 from mkernel.plan.model import (
+    BLOCK,
     DTYPE_BYTES,
+    E4M3,
     AttentionShape,
     CombineShape,
     CommonPart,
@@ -177,7 +179,7 @@ def payloads(
         one_exchange: as of :class:`mkernel.plan.model.Schedule`.
         routing: routing of tokens, which decides how many ranks want one.
     """
-    size = DTYPE_BYTES[dtype]
+    size: float = DTYPE_BYTES[dtype]
     back = DTYPE_BYTES[sums_of(dtype, dtype)] if forward(op) != op else 0  # gradients that go home
     if isinstance(shape, GemmShape | SumShape):
         call = gemm_call(op, shape, dtype, partials or dtype, results or dtype, world)
@@ -190,6 +192,8 @@ def payloads(
     rows, by_slot = once, shape.top_k / world
     if isinstance(shape, MoeShape):
         width, size = shape.hidden, size + back
+        if dtype == E4M3:  # each block's scale goes with it
+            size += DTYPE_BYTES["float32"] / BLOCK
     elif isinstance(shape, CombineShape):
         width, rows = shape.features, once if back else by_slot
     else:

@@ -177,9 +177,9 @@ def takes(
     takes: planning them raises the reason.
 
     ``dtype`` is None if it is not known yet."""
-    if scales is not None:
-        return scales.mode in capabilities.scale_modes
     kind = SHAPES[forward(op)]
+    if scales is not None and kind is GemmShape:
+        return scales.mode in capabilities.scale_modes
     if kind in (GemmShape, SumShape):
         return dtype is None or dtype in capabilities.dtypes
     if kind is not AttentionShape:

@@ -141,8 +141,8 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
     places = (shape.tokens, shape.top_k)
     if isinstance(shape, MoeShape):
         weights = (shape.experts // world, shape.hidden, shape.columns)
-        return {
-            "x": _Planned((shape.tokens, shape.hidden), given),
+        return _of_experts(plan, "x", shape.tokens, "w", weights) | {
+            "x": _Planned((shape.tokens, shape.hidden), _rows_of_experts(plan)),
             "topk_ids": _Planned(places, ("int32", "int64")),
             "w": _Planned(weights, given, stored=True),
             "routing": _Planned((None,), ("int32",)),
@@ -152,8 +152,8 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
         }
     if isinstance(shape, GemmCombineShape):
         weights = (shape.experts // world, shape.features, shape.hidden)
-        return {
-            "h": _Planned((None, shape.features), given),
+        return _of_experts(plan, "h", None, "w2", weights) | {
+            "h": _Planned((None, shape.features), _rows_of_experts(plan)),
             "w2": _Planned(weights, given, stored=True),
             "topk_weights": _Planned(places, (plan.sums,)),
             "routing": _Planned((None,), ("int32",)),
@@ -172,6 +172,28 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
         "grad_y": _Planned((None, shape.features), given),
         "grad_weights": _Planned(places, (plan.sums,)),
     }
+
+
+def _rows_of_experts(plan: LaunchPlan) -> tuple[str, ...]:
+    """Return the dtype of rows that a launch multiplies, or quantises first."""
+    return ((plan.scales and plan.scales.quantises) or plan.dtype,)
+
+
+def _of_experts(
+    plan: LaunchPlan,
+    name: str,
+    rows: int | None,
+    weight: str,
+    sizes: tuple[int, int, int],
+) -> dict[str, _Planned]:
+    """Return the scales of e4m3 rows and of experts' e4m3 weights, beside those of these names."""
+    if plan.scales is None:
+        return {}
+    of_rows, of_w = scale_sizes(plan.scales.mode, 1, sizes[2], sizes[1])
+    found = {f"{weight}_scale": _Planned((sizes[0], *of_w), ("float32",), stored=True)}
+    if plan.scales.quantises is None:
+        found[f"{name}_scale"] = _Planned((rows, of_rows[1]), ("float32",))
+    return found
 
 
 def _of_norm(plan: LaunchPlan, out: _Planned, vector: tuple[str, ...]) -> dict[str, _Planned]:

@@ -18,8 +18,8 @@ from mkernel.backends.accelerators.hopper.gemm.few_rows import FewRowsExecutor
 from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.scaled import quantised_rows
 from mkernel.cases.all_reduce import EPS
-from mkernel.ops.quantised import quantised_rows
 
 ROW_SHARES, SHARES, SHARE_BYTES = 768, 8, 128
 """Where the words lie by which blocks meet, in a workspace (``device/workspace.cuh``)."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 import mkernel
+from mkernel.backends.contracts.scaled import LARGEST, quantised_rows
 from mkernel.cases.base import TOLERANCE
-from mkernel.ops.quantised import LARGEST, quantised_rows
 
 RANKS = 2
 M, K, N = 6, 16, 32

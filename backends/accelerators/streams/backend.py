@@ -235,6 +235,7 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         adds_norm=True,
         scale_modes=get_args(ScaleMode) if device.name == "cpu" else (),
         scaled_mm=scaled_mm(device.name),
+        scaled_experts=device.name == "cpu",
         activations=get_args(Activation),
         attention_layouts=("heads", "positions"),
         documents=("ring_attention", "ring_attention_backward"),

@@ -1,7 +1,8 @@
 """MoE: tokens go to the ranks of their experts, once per rank, and results return.
 
 Dispatch: the ids of all ranks are exchanged first (they are small), so every rank builds the tables
-by itself and no sizes go on the wire. Tokens travel as soon as the tables state their destinations;
+by itself and no sizes go on the wire. Tokens that are multiplied in e4m3 are quantised before they
+travel, once each, and their scales travel behind them. Tokens travel as soon as the tables state their destinations;
 or all tokens go to every rank right after the ids, while the host waits for the ids and builds the
 tables.
 
@@ -14,7 +15,7 @@ are added in rank order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ import torch
 
 from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange
-from mkernel.backends.accelerators.streams.matmul import Factor, grouped_product
+from mkernel.backends.accelerators.streams.matmul import grouped_product
 from mkernel.backends.accelerators.streams.moe_travel import (
     add_ranks,
     return_by_rank,
@@ -38,10 +39,18 @@ from mkernel.backends.accelerators.streams.routing import (
     remember,
     route,
 )
+from mkernel.backends.accelerators.streams.scaled import (
+    Rows,
+    expert_factor,
+    joined,
+    parted,
+    rows_of_experts,
+)
 from mkernel.backends.accelerators.streams.schedule import DispatchSchedule, GemmCombineSchedule
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.scaled import quantised_blocks
 from mkernel.errors import CapacityExceeded, ShapeError
-from mkernel.plan.model import Activation, CombineShape, GemmCombineShape, MoeShape
+from mkernel.plan.model import BLOCK, E4M3, Activation, CombineShape, GemmCombineShape, MoeShape
 
 
 def routing_words(world: int, tokens: int, top_k: int) -> int:
@@ -51,9 +60,11 @@ def routing_words(world: int, tokens: int, top_k: int) -> int:
 
 
 def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Fill ``routing``; return ``outputs`` and ``counts``."""
-    x, w, rank, words = call.tensors["x"], call.tensors["w"], call.rank, call.tensors["routing"]
+    """Fill ``routing``; return ``outputs`` and ``counts``, and the ``scales`` of e4m3 outputs."""
+    w, rank, words = call.tensors["w"], call.rank, call.tensors["routing"]
     how = call.plan.part(DispatchSchedule)
+    with streams.compute():
+        x = joined(rows_of_experts(call, "x"))
     ids, known = _everyones(call, streams, call.tensors["topk_ids"].to(torch.int32))
     if how.gathers == "whole":
         with streams.compute():
@@ -83,20 +94,28 @@ def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     assert isinstance(shape, MoeShape)
     count = len(routing.row_token)
     outputs = x.new_empty((height, shape.features), dtype=getattr(torch, call.plan.out_dtype))
+    quantises = call.plan.out_dtype == E4M3
     products = outputs[:count]
-    if shape.activation is not None:
+    if shape.activation is not None or quantises:
         with streams.compute():
             sums = getattr(torch, call.plan.sums)
             products = streams.scratch("products", (count, shape.columns), sums)
-    _multiply(call, streams, routing, _Rows(tokens, row_token, arrivals), products)
+    _multiply(call, streams, routing, _Tokens(tokens, row_token, arrivals), products)
+    found = {"outputs": outputs, "counts": routing.counts}
     with streams.compute():
+        results = products.new_empty((count, shape.features)) if quantises else outputs[:count]
         if shape.activation is not None:
-            activate(shape.activation, products, outputs[:count])
+            activate(shape.activation, products, results)
+        elif quantises:
+            results = products
+        if quantises:
+            scale = found["scales"] = results.new_ones((height, shape.features // BLOCK))
+            outputs[:count], scale[:count] = quantised_blocks(results)
         outputs[count:].zero_()
-    return {"outputs": outputs, "counts": routing.counts}
+    return found
 
 
-class _Rows(NamedTuple):
+class _Tokens(NamedTuple):
     """Tokens in transit, and for each row the index of its token."""
 
     tokens: torch.Tensor
@@ -105,25 +124,38 @@ class _Rows(NamedTuple):
 
 
 def _multiply(
-    call: Call, streams: CallStreams, routing: Routing, rows: _Rows, out: torch.Tensor
+    call: Call, streams: CallStreams, routing: Routing, rows: _Tokens, out: torch.Tensor
 ) -> None:
     """Compute out = rows @ their experts' weights."""
     w, how = call.tensors["w"], call.plan.part(DispatchSchedule)
     tokens, row_token, arrivals = rows
-    factors: dict[int, Factor] = {}
+    factors: dict[int, Callable[[Rows, torch.Tensor], None]] = {}
     for source in _as_they_come(call, streams, arrivals):
         with streams.compute():
             if source is None:
                 size = len(out), tokens.shape[1]
                 packed = streams.scratch("rows", size, tokens.dtype)
                 torch.index_select(tokens, 0, row_token, out=packed)
-                every = segments(routing, None)
-                grouped_product(packed, w, routing.counts, every, out, grouped=how.grouped)
+                _products(call, routing, "w", parted(packed, w.shape[1]), out, how.grouped)
                 continue
             for expert, start, end in segments(routing, source):
                 if expert not in factors:
-                    factors[expert] = Factor(w[expert], out.dtype)
-                factors[expert].product(tokens[row_token[start:end]], out[start:end])
+                    factors[expert] = expert_factor(call, "w", expert, out.dtype)
+                here = parted(tokens[row_token[start:end]], w.shape[1])
+                factors[expert](here, out[start:end])
+
+
+def _products(
+    call: Call, routing: Routing, weight: str, rows: Rows, out: torch.Tensor, grouped: bool
+) -> None:
+    """Compute out = rows @ their experts' weights, the tensor of that name, all at once."""
+    every = segments(routing, None)
+    if call.plan.scales is None:
+        w = call.tensors[weight]
+        grouped_product(rows.values, w, routing.counts, every, out, grouped=grouped)
+        return
+    for expert, start, end in every:
+        expert_factor(call, weight, expert, out.dtype)(rows.part(start, end), out[start:end])
 
 
 def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
@@ -138,7 +170,7 @@ def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
 
 def gemm_combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fill ``out`` with the weighted sums of the experts' products."""
-    h, w2, weights, out = (call.tensors[name] for name in ("h", "w2", "topk_weights", "out"))
+    weights, out = call.tensors["topk_weights"], call.tensors["out"]
     how, shape = call.plan.part(GemmCombineSchedule), call.plan.shape
     assert isinstance(shape, GemmCombineShape)
     routing = routing_of(call, streams, "h")
@@ -148,9 +180,9 @@ def gemm_combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     if by_rank:
         their_weights, arrivals = send_tokens(call, streams, routing, weights)
     with streams.compute():
-        y = h.new_empty((count + 1, shape.hidden), dtype=weights.dtype if by_rank else travels)
-        every = segments(routing, None)
-        grouped_product(h[:count], w2, routing.counts, every, y[:count], grouped=how.grouped)
+        h = rows_of_experts(call, "h", count)
+        y = out.new_empty((count + 1, shape.hidden), dtype=weights.dtype if by_rank else travels)
+        _products(call, routing, "w2", h, y[:count], how.grouped)
     if not by_rank:
         total = return_by_slot(call, streams, routing, y, weights)
     else:

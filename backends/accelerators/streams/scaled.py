@@ -16,7 +16,7 @@ import torch
 from mkernel.backends.accelerators.streams.matmul import Factor
 from mkernel.backends.accelerators.streams.schedule import ScaledSchedule
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.scaled import dequantised
+from mkernel.backends.contracts.scaled import dequantised, quantised_blocks
 from mkernel.plan.model import Scales
 
 
@@ -52,6 +52,43 @@ def products(call: Call, out_dtype: torch.dtype) -> Callable[[Rows, torch.Tensor
         return lambda rows, out: factor.product(rows.values, out)
     direct = call.plan.part(ScaledSchedule).scaled_products == "scaled_mm"
     return ScaledFactor(b, call.tensors["b_scale"], scales, direct=direct).product
+
+
+def rows_of_experts(call: Call, name: str, count: int | None = None) -> Rows:
+    """Return the rows of a MoE op: the call's of that name, or the first ``count``; quantised, where
+    the plan says so."""
+    rows, scales = call.tensors[name][:count], call.plan.scales
+    if scales is None or scales.quantises is None:
+        scale = call.tensors.get(f"{name}_scale")
+        return Rows(rows, None if scale is None else scale[:count])
+    return Rows(*quantised_blocks(rows))
+
+
+def joined(rows: Rows) -> torch.Tensor:
+    """Return rows as they travel: e4m3 ones as bytes, each with its scales behind it."""
+    if rows.scale is None:
+        return rows.values
+    scale = rows.scale.contiguous().view(torch.uint8)
+    return torch.cat((as_bytes(rows.values), scale), 1)
+
+
+def parted(travelled: torch.Tensor, width: int) -> Rows:
+    """Return rows of so many elements that travelled as :func:`joined` gives them."""
+    if travelled.shape[1] == width:
+        return Rows(travelled)
+    values, scale = travelled[:, :width], travelled[:, width:].contiguous()
+    return Rows(values.view(torch.float8_e4m3fn), scale.view(torch.float32))
+
+
+def expert_factor(
+    call: Call, weight: str, expert: int, out_dtype: torch.dtype
+) -> Callable[[Rows, torch.Tensor], None]:
+    """Return a function that fills ``out`` with rows @ an expert's weight, the tensor of that name."""
+    w, scales = call.tensors[weight][expert], call.plan.scales
+    if scales is None:
+        factor = Factor(w, out_dtype)
+        return lambda rows, out: factor.product(rows.values, out)
+    return ScaledFactor(w, call.tensors[f"{weight}_scale"][expert], scales, direct=False).product
 
 
 class ScaledFactor:

@@ -31,8 +31,8 @@ from mkernel.conformance.ranks import Judge, describe, each_case, judge_calls, w
 from mkernel.harness.outcome import CheckSkipped
 from mkernel.ops import moe as moe_op
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
-from mkernel.plan.arguments import BLOCK, RESULTS
-from mkernel.plan.model import E4M3, DtypeName, ScaleMode
+from mkernel.plan.arguments import RESULTS
+from mkernel.plan.model import BLOCK, E4M3, DtypeName, ScaleMode
 from mkernel.plan.ops import COMPANIONS
 from mkernel.plan.pipeline import Returns
 

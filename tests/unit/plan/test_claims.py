@@ -8,9 +8,9 @@ import pytest
 from plan_worlds import CAPABILITIES, explained
 
 from mkernel.backends import registry
-from mkernel.errors import ArgumentError, LayoutError, ShapeError
-from mkernel.plan.arguments import BLOCK, Around, Norm, scale_sizes
-from mkernel.plan.model import E4M3, AttentionShape, Scales, first_difference
+from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
+from mkernel.plan.arguments import Around, Norm, scale_sizes
+from mkernel.plan.model import BLOCK, E4M3, AttentionShape, Scales, first_difference
 from mkernel.plan.shapes import GEMMS, takes
 
 ATTENTION = {"batch": 1, "heads": 2, "kv_heads": 2, "sequence": 48, "head_dim": 16}
@@ -84,6 +84,43 @@ def test_blocks_of_scales_cover_k() -> None:
     planned("all_gather_gemm", {"m": 256, "n": 256, "k": 2 * BLOCK}, claims, **options)
     with pytest.raises(ShapeError, match=f"k = 192 .* multiple of {BLOCK}"):
         planned("all_gather_gemm", {"m": 256, "n": 256, "k": 192}, claims, **options)
+
+
+@pytest.mark.parametrize(
+    ("op", "k"), [("moe_dispatch_gemm", "hidden"), ("moe_gemm_combine", "features")]
+)
+def test_experts_in_e4m3_are_planned_where_they_are_claimed(op: str, k: str) -> None:
+    sizes = {**EXPERTS, "hidden": BLOCK, "features": BLOCK}
+    options: dict[str, Any] = {
+        "dtype": E4M3, "out_dtype": "float32", "b_layout": "column",
+        "around": Around(scales=Scales(mode="block", quantises="bfloat16")),
+    }  # fmt: skip
+    claims = {"scaled_experts": True, "b_layouts": ("row", "column")}
+    made = planned(op, sizes, claims, **options)
+    assert made.scales == options["around"].scales
+    for wrong, scales in (("tensor", {}), ("quantises", {"quantises": "float32"})):
+        mode = "tensor" if wrong == "tensor" else "block"
+        around = Around(scales=Scales.model_validate({"mode": mode, **scales}))
+        with pytest.raises(ArgumentError, match=wrong):
+            planned(op, sizes, claims, **{**options, "around": around})
+    with pytest.raises(ShapeError, match=f"{k} = 192 .* multiple of {BLOCK}"):
+        planned(op, {**sizes, k: 192}, claims, **options)
+    with pytest.raises(LayoutError, match=r"w = .*K-major"):
+        planned(op, sizes, claims, **{**options, "b_layout": "row"})
+    for name in ("hopper", "ascend"):
+        there = registry.accelerator(name).capabilities()
+        assert not there.scaled_experts
+        with pytest.raises(DtypeError, match=f"of e4m3 operands none in {op}"):
+            explained(op, sizes, 1, 2, capabilities=there, **options)
+
+
+def test_rows_that_are_quantised_are_those_of_experts() -> None:
+    around = Around(scales=Scales(mode="row", quantises="bfloat16"))
+    with pytest.raises(ArgumentError, match=r"quantises = bfloat16 .* all_gather_gemm takes e4m3"):
+        planned(
+            "all_gather_gemm", {"m": 256, "n": 256, "k": 256}, {"scale_modes": ("row",)},
+            dtype=E4M3, b_layout="column", around=around,
+        )  # fmt: skip
 
 
 def test_a_chip_s_cores_are_used_as_far_as_kernels_are_built_for_them() -> None:
