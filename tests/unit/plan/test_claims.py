@@ -110,6 +110,8 @@ def test_experts_in_e4m3_are_planned_where_they_are_claimed(op: str, k: str) -> 
     for name in ("hopper", "ascend"):
         there = registry.accelerator(name).capabilities()
         assert not there.scaled_experts
+        if op not in there.ops:
+            continue
         with pytest.raises(DtypeError, match=f"of e4m3 operands none in {op}"):
             explained(op, sizes, 1, 2, capabilities=there, **options)
 
