@@ -306,3 +306,12 @@ class Case(Oracle):
         if into is None:
             into = torch.empty(shape, dtype=dtype, device=self.device)
         return into.normal_(generator=chance)
+
+    def drawn_scale(self, iteration: int, which: int, part: int, *shape: int) -> torch.Tensor:
+        """Draw scales below 0.32, each at most a third of its neighbours' or three times as much: those
+        beside it, in the next call, and of the next rank."""
+        chance = self.generator(iteration, which, part)
+        fine = 1 + torch.rand(shape, generator=chance, device=self.device) / 4
+        rows, columns = (torch.arange(size, device=self.device) for size in shape)
+        step = (rows[:, None] + columns + iteration + part) % 3
+        return fine * 0.25 ** (1 + step)

@@ -130,17 +130,8 @@ class GemmCase(Case):
         if mode is None:
             return {}
         of_a, of_b = scale_sizes(mode, rows, self.sizes["n"], self.sizes["k"])
-        b_scale = self._scale(iteration, _B_SCALE, part_b, *of_b[::-1]).t()
-        return {"a_scale": self._scale(iteration, _A_SCALE, part_a, *of_a), "b_scale": b_scale}
-
-    def _scale(self, iteration: int, which: int, part: int, *shape: int) -> torch.Tensor:
-        """Draw scales below 0.32, each at most a third of its neighbours' or three times as much: those
-        beside it, in the next call, and of the next rank."""
-        chance = self.generator(iteration, which, part)
-        fine = 1 + torch.rand(shape, generator=chance, device=self.device) / 4
-        rows, columns = (torch.arange(size, device=self.device) for size in shape)
-        step = (rows[:, None] + columns + iteration + part) % 3
-        return fine * 0.25 ** (1 + step)
+        b_scale = self.drawn_scale(iteration, _B_SCALE, part_b, *of_b[::-1]).t()
+        return {"a_scale": self.drawn_scale(iteration, _A_SCALE, part_a, *of_a), "b_scale": b_scale}
 
     def wide_a(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
         """Return a rank's a in float64, times its scales."""

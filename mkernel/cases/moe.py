@@ -11,6 +11,7 @@ Option ``routing`` says which experts tokens go to:
                   the power 1.2 of their place in an order of their own in each iteration
   ``empty_ranks`` every second rank has no token, and the experts of the upper half of ranks get none
 Option ``activation`` of a dispatch: as the op takes it; ``features`` is then the width of its outputs.
+Option ``scales``, ``block``: those of e4m3 operands; neighbours' and those of the next call are others.
 Option ``id_dtype``: of ``topk_ids``, ``int64`` (default) or ``int32``. Option ``tensors``: the user's
 whole ``x`` [T·W, H], ``topk_ids`` [T·W, k], ``w`` [E, H, I] and ``topk_weights`` [T·W, k]; tokens are
 cut by rows, experts by their number.
@@ -19,12 +20,13 @@ cut by rows, experts by their number.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import silu
 
+from mkernel.backends.contracts.scaled import dequantised
 from mkernel.cases.base import (
     EVERY_RANK,
     NOWHERE,
@@ -39,6 +41,7 @@ from mkernel.cases.base import (
 )
 from mkernel.ops import moe
 from mkernel.ops.common import Execution
+from mkernel.plan.arguments import scale_sizes
 from mkernel.plan.model import sums_of
 
 ROUTINGS = ("uniform", "one_expert", "some_empty", "duplicates", "padded", "empty_ranks")
@@ -47,6 +50,7 @@ ZIPF = 1.2
 """The exponent of the routing of that name."""
 
 _X, _IDS, _W, _WEIGHTS, _Y = range(5)
+_X_SCALE, _W_SCALE = 9, 10  # after the tensors of the other cases
 
 
 class MoeCase(Case):
@@ -140,13 +144,46 @@ class MoeCase(Case):
     def _dispatch_inputs(
         self, rank: int, world_size: int, iteration: int
     ) -> dict[str, torch.Tensor]:
-        """Return x, topk_ids, w, topk_weights of ``rank``."""
+        """Return x, topk_ids, w, topk_weights of ``rank``, and the scales of e4m3 operands."""
         return {
             "x": self._x(rank, iteration),
             "topk_ids": self._ids(rank, iteration),
             "w": self._laid_out(self._w(rank, world_size, iteration)),
             "topk_weights": self._weights(rank, iteration),
-        }
+        } | self._dispatch_scales(rank, world_size, iteration)
+
+    def _dispatch_scales(
+        self, rank: int, world_size: int, iteration: int
+    ) -> dict[str, torch.Tensor]:
+        found = self.scales_of((iteration, _X_SCALE, rank), self.sizes["tokens"], self._hidden())
+        if not found:
+            return {}
+        experts = self.sizes["experts"] // world_size
+        of_w = self.scales_of((iteration, _W_SCALE, rank), experts, self._hidden(), self._columns())
+        return {"x_scale": found[0], "w_scale": of_w[0]}
+
+    def scales_of(self, whose: tuple[int, int, int], rows: int, *sizes: int) -> list[torch.Tensor]:
+        """Draw the scales of so many rows of K, or of so many experts' weights [K, N]; none, where the
+        case has none. ``whose``: as of :meth:`generator`."""
+        if self.options.get("scales") is None:
+            return []
+        of_rows, of_w = scale_sizes("block", rows, sizes[-1], sizes[0])
+        if len(sizes) == 1:
+            return [self.drawn_scale(*whose, *of_rows)]
+        k, n = of_w
+        return [self.drawn_scale(*whose, rows * n, k).view(rows, n, k).transpose(1, 2)]
+
+    def _wide_x(self, rank: int, iteration: int) -> torch.Tensor:
+        """Return a rank's x; in float64, times its scales, where it has some."""
+        x = self._x(rank, iteration)
+        scales = self.scales_of((iteration, _X_SCALE, rank), len(x), self._hidden())
+        return dequantised(x, scales[0], torch.float64) if scales else x
+
+    def _wide_w(self, rank: int, world_size: int, iteration: int) -> Iterator[torch.Tensor]:
+        """Yield the weight of each of a rank's experts; in float64, times its scales, where it has
+        some."""
+        scale = self._dispatch_scales(rank, world_size, iteration).get("w_scale")
+        return wide(self._w(rank, world_size, iteration), scale)
 
     def _laid_out(self, w: torch.Tensor) -> torch.Tensor:
         """Return the experts' weights in the case's layout."""
@@ -201,6 +238,8 @@ class MoeDispatchCase(MoeCase):
             tensors["x"],
             tensors["topk_ids"],
             tensors["w"],
+            x_scale=tensors.get("x_scale"),
+            w_scale=tensors.get("w_scale"),
             activation=self.options.get("activation"),
             out_dtype=dtype,
             chunk=self.chunk,
@@ -246,11 +285,11 @@ class MoeDispatchCase(MoeCase):
         at = rows(len(source))
         expert = torch.arange(len(counts), device=self.device).repeat_interleave(counts)[at]
         source, token = source[at], token[at]
-        x = torch.stack([self._x(each, iteration) for each in range(world_size)])
+        x = torch.stack([self._wide_x(each, iteration) for each in range(world_size)])
         columns = onto and onto(self._features())
         width = self._features() if columns is None else columns.shape[1]
         outputs = torch.empty(len(expert), width, device=self.device, dtype=torch.float64)
-        for number, w in enumerate(self._w(rank, world_size, iteration)):
+        for number, w in enumerate(self._wide_w(rank, world_size, iteration)):
             here = expert == number
             product = x[source[here], token[here]].double() @ times(w.double(), columns)
             outputs[here] = self._activate(product)
@@ -270,12 +309,12 @@ class MoeDispatchCase(MoeCase):
         """Compute the product of each slot, zero where nobody wants one: [T, k, columns] in float64.
         ``sizes_only``: the sum of the sizes of its terms."""
         at = rows(self.sizes["tokens"])
-        x, ids = self._x(rank, iteration)[at].double(), self._ids(rank, iteration)[at]
+        x, ids = self._wide_x(rank, iteration)[at].double(), self._ids(rank, iteration)[at]
         x = x.abs() if sizes_only else x
         sent = torch.zeros(*ids.shape, self._columns(), device=self.device).double()
         own = self.sizes["experts"] // world_size
         for owner in range(world_size):
-            for expert, w in enumerate(self._w(owner, world_size, iteration)):
+            for expert, w in enumerate(self._wide_w(owner, world_size, iteration)):
                 token, slot = (ids == owner * own + expert).nonzero(as_tuple=True)
                 sent[token, slot] = x[token] @ (w.abs() if sizes_only else w).double()
         return sent
@@ -315,6 +354,15 @@ def gated(both: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) · up, given the gates' columns, then the ups'."""
     gate, up = both.chunk(2, dim=-1)
     return silu(gate) * up
+
+
+def wide(w: torch.Tensor, scale: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """Yield the weight of each expert; in float64, times its scales, where there are some."""
+    if scale is None:
+        yield from w
+        return
+    for one, its in zip(w, scale, strict=True):
+        yield dequantised(one, its, torch.float64)
 
 
 RankIteration = tuple[int, int, int]

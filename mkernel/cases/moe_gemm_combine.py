@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import torch
 
+from mkernel.backends.contracts.scaled import dequantised
 from mkernel.cases.base import NOWHERE, Outcome, Tensors, every_row, times
-from mkernel.cases.moe import HomeCase, Wanted
+from mkernel.cases.moe import HomeCase, Wanted, wide
 from mkernel.ops import moe, moe_gemm_combine
 from mkernel.ops.common import Execution
 from mkernel.plan.model import DTYPE_BYTES, sums_of
 from mkernel.plan.paths import partials_of_experts
 
-_H, _W2 = 5, 6  # after the tensors of MoeCase
+_H, _W2, _H_SCALE, _W2_SCALE = 5, 6, 11, 12  # after the tensors of MoeCase
 
 
 class MoeGemmCombineCase(HomeCase):
@@ -32,10 +33,19 @@ class MoeGemmCombineCase(HomeCase):
     def inputs(
         self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
-        """Return x, topk_ids, w, topk_weights, h, w2 of ``rank``."""
+        """Return x, topk_ids, w, topk_weights, h, w2 of ``rank``, and scales of e4m3 operands."""
         w2 = self._laid_out(self._w2(rank, world_size, iteration))
         h = self._h(rank, world_size, iteration)
-        return {**self._dispatch_inputs(rank, world_size, iteration), "h": h, "w2": w2}
+        given = {**self._dispatch_inputs(rank, world_size, iteration), "h": h, "w2": w2}
+        return given | self._home_scales(rank, world_size, iteration, len(h))
+
+    def _home_scales(
+        self, rank: int, world_size: int, iteration: int, rows: int
+    ) -> dict[str, torch.Tensor]:
+        features, experts = self._features(), self.sizes["experts"] // world_size
+        of_h = self.scales_of((iteration, _H_SCALE, rank), rows, features)
+        of_w2 = self.scales_of((iteration, _W2_SCALE, rank), experts, features, self._hidden())
+        return {"h_scale": of_h[0], "w2_scale": of_w2[0]} if of_h else {}
 
     def _h(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
         rows = len(self._rows(rank, world_size, iteration)[0])
@@ -47,13 +57,22 @@ class MoeGemmCombineCase(HomeCase):
 
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
         """Call a pipelined dispatch for its handle, then the op, whose record it is."""
-        sent = moe.dispatch(tensors["x"], tensors["topk_ids"], tensors["w"], wait=execution["wait"])
+        sent = moe.dispatch(
+            tensors["x"],
+            tensors["topk_ids"],
+            tensors["w"],
+            x_scale=tensors.get("x_scale"),
+            w_scale=tensors.get("w_scale"),
+            wait=execution["wait"],
+        )
         partial = self.options.get("partial_dtype")
         done = moe_gemm_combine.gemm_combine(
             tensors["h"],
             tensors["w2"],
             sent.outputs["handle"],
             tensors["topk_weights"],
+            h_scale=tensors.get("h_scale"),
+            w2_scale=tensors.get("w2_scale"),
             out_dtype=getattr(torch, self.out_dtype),
             partial_dtype=None if partial is None else getattr(torch, partial),
             returns=self.options.get("returns"),
@@ -62,10 +81,13 @@ class MoeGemmCombineCase(HomeCase):
         return Outcome(done.outputs, done.plan, done.record)
 
     def made(self, rows: Wanted, columns: torch.Tensor | None) -> torch.Tensor:
-        h = self._h(*rows.of)[rows.at].double()
+        h = self._h(*rows.of)
+        scales = self._home_scales(*rows.of, len(h))
+        h = dequantised(h, scales["h_scale"], torch.float64) if scales else h
+        h = h[rows.at].double()
         width = self._hidden() if columns is None else columns.shape[1]
         y = h.new_empty(len(h), width)
-        for number, w2 in enumerate(self._w2(*rows.of)):
+        for number, w2 in enumerate(wide(self._w2(*rows.of), scales.get("w2_scale"))):
             here = rows.expert == number
             y[here] = h[here] @ times(w2.double(), columns)
         return y

@@ -135,7 +135,8 @@ def _around(made: CommonPart) -> str:
     steps += [f"copies {' and '.join(after)}"] if after else []
     if made.scales is not None:
         fast = ", fast accumulation" if made.scales.use_fast_accum else ""
-        steps.insert(0, f"scales by {made.scales.mode}{fast}")
+        of = f", of {made.scales.quantises} rows" if made.scales.quantises else ""
+        steps.insert(0, f"scales by {made.scales.mode}{of}{fast}")
     return "; ".join(steps)
 
 

@@ -31,7 +31,7 @@ from mkernel.conformance.ranks import Judge, describe, each_case, judge_calls, w
 from mkernel.harness.outcome import CheckSkipped
 from mkernel.ops import moe as moe_op
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
-from mkernel.plan.arguments import RESULTS
+from mkernel.plan.arguments import RESULTS, SCALED_EXPERTS
 from mkernel.plan.model import BLOCK, E4M3, DtypeName, ScaleMode
 from mkernel.plan.ops import COMPANIONS
 from mkernel.plan.pipeline import Returns
@@ -105,8 +105,9 @@ def scales(subject: AcceleratorSubject) -> None:
     """Check e4m3 operands with every kind of scales that is claimed, on every path that takes
     them."""
     claims = subject.capabilities
-    ops = subject.claimed(*GEMMS)
-    if not claims.scale_modes:
+    ops = subject.claimed(*GEMMS) if claims.scale_modes else ()
+    experts = subject.claimed(*SCALED_EXPERTS) if claims.scaled_experts else ()
+    if not ops and not experts:
         raise CheckSkipped("scale_modes claims none")
     results = [one for one in RESULTS if one in claims.out_dtypes]
     for world in subject.worlds((1, 1), (1, 2), *([] if subject.quick else [subject.largest()])):
@@ -124,6 +125,15 @@ def scales(subject: AcceleratorSubject) -> None:
             for mode in claims.scale_modes
             for more in (each[:1] if subject.quick and size == 1 else each)
         ]
+        cases += [
+            typical(
+                subject, op, size, {"hidden": 2 * BLOCK, "features": 2 * BLOCK},
+                dtype=E4M3, out_dtype=out, layout="column",
+                options={"scales": "block", "routing": kind},
+            )
+            for op in experts
+            for out, kind in zip((results[0], results[-1]), ("uniform", "some_empty"), strict=True)
+        ]  # fmt: skip
         for fast, modes, of_fused in (
             (True, claims.fused_scale_modes, results[:1]),
             (False, claims.fused_float32_scale_modes, results[-1:]),

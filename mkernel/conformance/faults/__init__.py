@@ -168,6 +168,11 @@ def _last_block_unscaled(call: Call, scale: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def _rolled(scale: torch.Tensor) -> torch.Tensor:
+    """Give each expert the scales of another, by columns as they lie."""
+    return scale.transpose(1, 2).roll(1, 0).contiguous().transpose(1, 2)
+
+
 def _previous_scales(name: str) -> Plant:
     """Make the call read the scales of the plan's previous one."""
 
@@ -517,6 +522,12 @@ TABLE: tuple[Row, ...] = (
             _previous_scales("a_scale"), ops=GEMMS),
     planted(Altered, "StaleScalesOfB", "Reads the scales of B of the previous call.", "scales",
             _previous_scales("b_scale"), ops=GEMMS),
+    planted(Altered, "ScalesOfAnotherExpert", "Takes each expert's scales for the next.", "scales",
+            inputs("w_scale", change=lambda call, scale: _rolled(scale)),
+            ops=("moe_dispatch_gemm",)),
+    planted(Altered, "ScalesOfANeighbourBlock", "Takes each block's scale for the next.", "scales",
+            inputs("h_scale", change=lambda call, scale: scale.roll(1, 1)),
+            ops=("moe_gemm_combine",)),
     planted(Altered, "BlockWithoutScale", "Leaves the scales of the last block of K out.", "scales",
             inputs("a_scale", change=_last_block_unscaled), ops=GEMMS),
     planted(Altered, "NarrowOutputs", "Rounds results to bfloat16 whatever was asked for.", "dtypes",
