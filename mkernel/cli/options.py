@@ -113,7 +113,7 @@ def scales_of(
         return None
     for op in ops:
         if op not in GEMMS:
-            raise ArgumentError("--dtype", dtype, f"another one: {op} takes no e4m3 inputs")
+            raise ArgumentError("--dtype", dtype, f"another one: {op} takes no e4m3 inputs here")
     found = scales or "row"
     if found not in _MODES:
         raise ArgumentError("--scales", repr(scales), f"one of: {', '.join(_MODES)}")

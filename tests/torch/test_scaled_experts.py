@@ -377,6 +377,35 @@ def test_a_compiled_layer_gives_the_same_bits() -> None:
     on_ranks(compiled, ranks=RANKS)
 
 
+def known() -> None:
+    """Calls that native code makes anew: each with other values, some with other scales."""
+    rank = mkernel.world().rank
+    ids, (w, w_scale) = routed("uniform", rank), weight("w", rank, HIDDEN, FEATURES)
+    first = torch.cat(products("e4m3", "uniform", FEATURES, rank))
+    for by in (1.0, 2.0, 0.5, 3.0):
+        x, x_scale = tokens(rank, "e4m3")
+        assert x_scale is not None
+        sent = mkernel.moe_dispatch_gemm(
+            x, ids, w, x_scale=x_scale * by, w_scale=w_scale * by, out_dtype=torch.float32
+        )
+        close(sent.outputs, first * by * by, TOLERANCE["float32"], f"by {by}")
+        weights = torch.ones(ids.shape)
+        w2, w2_scale = weight("w2", rank, FEATURES, HIDDEN)
+        h, h_scale = quantised_blocks(sent.outputs)
+        out = mkernel.moe_gemm_combine(
+            h, w2, sent.handle, weights, h_scale=h_scale, w2_scale=w2_scale * by,
+            out_dtype=torch.float32,
+        )  # fmt: skip
+        if by == 1:
+            home = out
+        elif by != 3:  # all that is rounded is so alike, by powers of two
+            assert torch.equal(out, home * by**3)
+
+
+def test_later_calls_read_their_own_scales() -> None:
+    on_ranks(known, ranks=RANKS)
+
+
 def unclaimed() -> None:
     rank = mkernel.world().rank
     ids, (w, w_scale) = routed("uniform", rank), weight("w", rank, HIDDEN, FEATURES)

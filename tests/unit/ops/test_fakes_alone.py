@@ -35,6 +35,8 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 A, B, C, BIAS = drawn(2, 6, 16), drawn(16, 8), drawn(16, 24), drawn(8)
 LEFT, RIGHT = drawn(16, 128, dtype=E4M3), drawn(32, 128, dtype=E4M3).t()
+EXPERTS = drawn(2, 256, 128, dtype=E4M3).transpose(1, 2)
+SCALES = torch.ones(2, 1, 2)
 ONE, HALF = torch.ones(1), {"out_dtype": torch.float16}
 Q, KV = drawn(1, 4, 6, 8), drawn(1, 2, 6, 8)
 # Which register what is called by its name below.
@@ -58,6 +60,10 @@ CALLS: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("moe_dispatch_gemm", [drawn(3, 8), IDS, drawn(2, 8, 6)], {"capacity": 7}),
     ("moe_dispatch_gemm", [drawn(3, 8), IDS, drawn(2, 8, 6)],
      {"capacity": 7, "activation": "silu_and_mul", **HALF}),
+    ("moe_dispatch_gemm_scaled", [drawn(3, 128, dtype=torch.float16), IDS, EXPERTS, None, SCALES],
+     {"capacity": 7}),
+    ("moe_dispatch_gemm_scaled", [LEFT[:3], IDS, EXPERTS, torch.ones(3, 1), SCALES],
+     {"capacity": 7, "activation": "silu_and_mul", "out_dtype": E4M3}),
     ("ring_attention", [Q, KV, KV], {"causal": True}),
     ("ring_attention", [Q.double(), KV.double(), KV.double()], {}),
 ]  # fmt: skip
@@ -101,6 +107,9 @@ def test_what_follows_a_dispatch() -> None:
         (ops.moe_gemm_combine_backward.default,
          (drawn(3, 4), rows, drawn(2, 6, 4), *handle, weights.double())),
     ]  # fmt: skip
+    if SCALED:
+        wide = (drawn(5, 128, dtype=torch.float16), EXPERTS, *handle, weights)
+        calls += [(ops.moe_gemm_combine_scaled.default, (*wide, None, SCALES))]
     for op, given in calls:
         opcheck(op, given, group, test_utils=TESTS)
     opcheck(

@@ -202,12 +202,31 @@ def test_attention_and_experts_of_two_ranks() -> None:
     assert of_two_ranks("moe_gemm_combine", HOME)["w2"] == (3, 4, 8)
 
 
+def test_experts_in_e4m3_of_two_ranks() -> None:
+    """Rows that the launch quantises have no scales yet, and a dtype of their own."""
+    sizes = {"hidden": 384, "features": 256}
+    given = {"dtype": "float8_e4m3fn", "scales": Scales(mode="block")}
+    for op, shape, rows, weight, of_rows, of_w in (
+        ("moe_dispatch_gemm", EXPERTS, "x", "w", (3, 3), (3, 3, 2)),
+        ("moe_gemm_combine", HOME, "h", "w2", (None, 2), (3, 2, 3)),
+    ):
+        wide: Any = shape.model_copy(update=sizes)
+        found = planned_of_two(op, wide, **given)
+        assert found[f"{rows}_scale"].shape == of_rows
+        assert found[f"{weight}_scale"].shape == of_w
+        assert found[rows].dtypes == found[weight].dtypes == ("float8_e4m3fn",)
+        given_16 = given | {"scales": Scales(mode="block", quantises="float16")}
+        found = planned_of_two(op, wide, **given_16)
+        assert f"{rows}_scale" not in found
+        assert (found[rows].dtypes, found[weight].dtypes) == (("float16",), ("float8_e4m3fn",))
+
+
 @pytest.mark.parametrize(
     ("op", "shape", "stored"),
     [
         ("all_gather_gemm", PRODUCT, {"b", "b_scale"}),
-        ("moe_dispatch_gemm", EXPERTS, {"w", "grad_w"}),
-        ("moe_gemm_combine", HOME, {"w2", "grad_w2"}),
+        ("moe_dispatch_gemm", EXPERTS, {"w", "w_scale", "grad_w"}),
+        ("moe_gemm_combine", HOME, {"w2", "w2_scale", "grad_w2"}),
     ],
 )
 def test_weights_and_their_scales_lie_as_the_layout_says(
