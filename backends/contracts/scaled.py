@@ -52,8 +52,8 @@ def quantised_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantised_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise rows [R, K] by blocks of 128: return them in e4m3 with scales [R, K / 128], each block as
-    :func:`quantised_rows` does a row."""
+    """Quantise rows [R, K] by blocks of 128, each as :func:`quantised_rows` does a row, and return
+    them with their scales [R, K / 128]."""
     values, scale = quantised_rows(rows.reshape(len(rows), rows.shape[1] // BLOCK, BLOCK))
     return values.flatten(1), scale.squeeze(2)
 

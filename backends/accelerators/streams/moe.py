@@ -2,9 +2,9 @@
 
 Dispatch: the ids of all ranks are exchanged first (they are small), so every rank builds the tables
 by itself and no sizes go on the wire. Tokens that are multiplied in e4m3 are quantised before they
-travel, once each, and their scales travel behind them. Tokens travel as soon as the tables state their destinations;
-or all tokens go to every rank right after the ids, while the host waits for the ids and builds the
-tables.
+travel, once each, and their scales travel behind them. Tokens travel as soon as the tables state
+their destinations; or all tokens go to every rank right after the ids, while the host waits for the
+ids and builds the tables.
 
 Combine: rows travel in their own dtype, one per place, and are weighted and added on the token's
 rank, in slot order, in float32. GEMM+combine: the experts' products come first, followed by a
@@ -90,17 +90,33 @@ def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
                 parts[rank].copy_(packed[rank])
         arrivals = exchange(call, streams, packed.__getitem__, parts.__getitem__)
 
+    return _results(call, streams, routing, _Tokens(tokens, row_token, arrivals), height)
+
+
+class _Tokens(NamedTuple):
+    """Tokens in transit, and for each row the index of its token."""
+
+    tokens: torch.Tensor
+    row_token: torch.Tensor
+    arrivals: Arrivals
+
+
+def _results(
+    call: Call, streams: CallStreams, routing: Routing, tokens: _Tokens, height: int
+) -> Mapping[str, Any]:
+    """Return the results of a dispatch, with outputs of so many rows."""
     shape = call.plan.shape
     assert isinstance(shape, MoeShape)
     count = len(routing.row_token)
-    outputs = x.new_empty((height, shape.features), dtype=getattr(torch, call.plan.out_dtype))
+    dtype = getattr(torch, call.plan.out_dtype)
+    outputs = tokens.tokens.new_empty((height, shape.features), dtype=dtype)
     quantises = call.plan.out_dtype == E4M3
     products = outputs[:count]
     if shape.activation is not None or quantises:
         with streams.compute():
             sums = getattr(torch, call.plan.sums)
             products = streams.scratch("products", (count, shape.columns), sums)
-    _multiply(call, streams, routing, _Tokens(tokens, row_token, arrivals), products)
+    _multiply(call, streams, routing, tokens, products)
     found = {"outputs": outputs, "counts": routing.counts}
     with streams.compute():
         results = products.new_empty((count, shape.features)) if quantises else outputs[:count]
@@ -113,14 +129,6 @@ def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
             outputs[:count], scale[:count] = quantised_blocks(results)
         outputs[count:].zero_()
     return found
-
-
-class _Tokens(NamedTuple):
-    """Tokens in transit, and for each row the index of its token."""
-
-    tokens: torch.Tensor
-    row_token: torch.Tensor
-    arrivals: Arrivals
 
 
 def _multiply(
