@@ -91,7 +91,7 @@ def test_fast_accumulation_is_recorded(tmp_path: Path) -> None:
         ran = mkernel("run", "ag_gemm", *scaled, *sizes, "--nodes", "1", "--json", *fast)
         assert ran.returncode == 0, ran.stderr
         scales = json.loads(ran.stdout)["plan"]["scales"]
-        assert scales == {"mode": "row", "use_fast_accum": bool(fast)}
+        assert scales == {"mode": "row", "use_fast_accum": bool(fast), "quantises": None}
     for command in ("run", "bench", "plan"):
         refused = mkernel(command, "ag_gemm", "--fast-accum")
         assert refused.returncode == 2
