@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import silu
@@ -40,7 +40,7 @@ from mkernel.cases.base import (
     times,
 )
 from mkernel.ops import moe
-from mkernel.ops.common import Execution
+from mkernel.ops.common import Done, Execution
 from mkernel.plan.arguments import scale_sizes
 from mkernel.plan.model import sums_of
 
@@ -190,6 +190,13 @@ class MoeCase(Case):
         return w.transpose(1, 2).contiguous().transpose(1, 2) if self.layout == "column" else w
 
 
+def dispatched(tensors: Tensors, **options: Any) -> Done:
+    """Dispatch a case's tokens."""
+    given = (tensors["x"], tensors["topk_ids"], tensors["w"])
+    of_x, of_w = tensors.get("x_scale"), tensors.get("w_scale")
+    return moe.dispatch(*given, x_scale=of_x, w_scale=of_w, **options)
+
+
 class MoeDispatchCase(MoeCase):
     """Dispatch+GEMM, then the combine of its outputs.
 
@@ -234,12 +241,8 @@ class MoeDispatchCase(MoeCase):
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
         """Call the dispatch and the combine."""
         dtype = getattr(torch, self.out_dtype)
-        sent = moe.dispatch(
-            tensors["x"],
-            tensors["topk_ids"],
-            tensors["w"],
-            x_scale=tensors.get("x_scale"),
-            w_scale=tensors.get("w_scale"),
+        sent = dispatched(
+            tensors,
             activation=self.options.get("activation"),
             out_dtype=dtype,
             chunk=self.chunk,

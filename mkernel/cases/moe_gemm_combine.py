@@ -10,8 +10,8 @@ import torch
 
 from mkernel.backends.contracts.scaled import dequantised
 from mkernel.cases.base import NOWHERE, Outcome, Tensors, every_row, times
-from mkernel.cases.moe import HomeCase, Wanted, wide
-from mkernel.ops import moe, moe_gemm_combine
+from mkernel.cases.moe import HomeCase, Wanted, dispatched, wide
+from mkernel.ops import moe_gemm_combine
 from mkernel.ops.common import Execution
 from mkernel.plan.model import DTYPE_BYTES, sums_of
 from mkernel.plan.paths import partials_of_experts
@@ -57,14 +57,7 @@ class MoeGemmCombineCase(HomeCase):
 
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
         """Call a pipelined dispatch for its handle, then the op, whose record it is."""
-        sent = moe.dispatch(
-            tensors["x"],
-            tensors["topk_ids"],
-            tensors["w"],
-            x_scale=tensors.get("x_scale"),
-            w_scale=tensors.get("w_scale"),
-            wait=execution["wait"],
-        )
+        sent = dispatched(tensors, wait=execution["wait"])
         partial = self.options.get("partial_dtype")
         done = moe_gemm_combine.gemm_combine(
             tensors["h"],

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypedDict
 
+from typing_extensions import Unpack
+
 from mkernel.backends.contracts.instrumented import View
 from mkernel.plan.arguments import NOTHING, Around, path_of
 from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice, Scales
@@ -48,6 +50,14 @@ def engine_for(
     return world.engine(op, lambda claims: takes(claims, op, sizes, world.size, dtype, scales))
 
 
+class _Kind(TypedDict, total=False):
+    """Options of calls with the same plans. ``path``: instead of the setting's."""
+
+    b_layout: Literal["row", "column"]
+    around: Around
+    path: PathChoice | None
+
+
 def plan_for(
     world: World,
     op: str,
@@ -55,19 +65,11 @@ def plan_for(
     dtype: DtypeName,
     out_dtype: DtypeName,
     *,
-    b_layout: Literal["row", "column"] = "row",
-    around: Around = NOTHING,
     chunk: int | None = None,
-    path: PathChoice | None = None,
+    **kind: Unpack[_Kind],
 ) -> LaunchPlan:
-    """Make the plan of one call in a world. Raises what :func:`mkernel.plan.planner.plan` raises.
-
-    ``path``: instead of the setting's.
-    """
-    plans = plans_for(
-        world, op, sizes, dtype, out_dtype, b_layout=b_layout, around=around, path=path
-    )
-    return planned(world, plans, sizes, chunk)
+    """Make the plan of one call in a world. Raises what :func:`mkernel.plan.planner.plan` raises."""
+    return planned(world, plans_for(world, op, sizes, dtype, out_dtype, **kind), sizes, chunk)
 
 
 def plans_for(

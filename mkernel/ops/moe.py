@@ -14,7 +14,7 @@ Combine: y rows ──▶ back to their tokens' ranks; out[t] = sum over slots, 
 from __future__ import annotations
 
 import zlib
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -182,20 +182,21 @@ def dispatch(
     return Done(plan, record, found)
 
 
+class _Options(TypedDict, total=False):
+    """Options that both overloads take."""
+
+    capacity: int | None
+    activation: Activation | None
+    out_dtype: torch.dtype | None
+    chunk: int | None
+    x_scale: Tensor | None
+    w_scale: Tensor | None
+    group: Group
+
+
 @overload
 def moe_dispatch_gemm(
-    x: Tensor,
-    topk_ids: Tensor,
-    w: Tensor,
-    *,
-    capacity: int | None = ...,
-    activation: Activation | None = ...,
-    out_dtype: torch.dtype | None = ...,
-    chunk: int | None = ...,
-    x_scale: Tensor | None = ...,
-    w_scale: Tensor | None = ...,
-    quantise: None = ...,
-    group: Group = ...,
+    x: Tensor, topk_ids: Tensor, w: Tensor, *, quantise: None = None, **options: Unpack[_Options]
 ) -> MoeDispatch: ...
 @overload
 def moe_dispatch_gemm(
@@ -203,14 +204,8 @@ def moe_dispatch_gemm(
     topk_ids: Tensor,
     w: Tensor,
     *,
-    capacity: int | None = ...,
-    activation: Activation | None = ...,
-    out_dtype: torch.dtype | None = ...,
-    chunk: int | None = ...,
-    x_scale: Tensor | None = ...,
-    w_scale: Tensor | None = ...,
     quantise: Literal["block"],
-    group: Group = ...,
+    **options: Unpack[_Options],
 ) -> MoeQuantisedDispatch: ...
 def moe_dispatch_gemm(
     x: Tensor,

@@ -227,7 +227,7 @@ def test_every_op_has_a_peer_and_is_right(tmp_path: Path, where: list[str]) -> N
 
 
 def test_sums_with_a_residual_and_a_norm(tmp_path: Path) -> None:
-    """Of a plain sum and of products, in loops too, where libraries sum in place."""
+    """Run the peers of a plain sum and of products, in loops too, where libraries sum in place."""
     shapes, file = tmp_path / "in.json", tmp_path / "x.json"
     plain = {"op": "all_reduce", "sizes": {"m": 161, "n": 128}}
     shapes.write_text(json.dumps({"shapes": [plain, {"op": "gemm_all_reduce", **PRODUCT}]}))

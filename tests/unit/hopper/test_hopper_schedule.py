@@ -267,8 +267,8 @@ def test_a_norm_takes_its_time_where_it_is_made(
 def test_who_normalises_rows_of_the_librarys_products(
     started: Started, m: int, columns: int, twice: str | None, most_bytes: int
 ) -> None:
-    """What takes them by mail, in one exchange or two, where they are not rounded behind it; else a
-    kernel that follows."""
+    """Have what takes rows by mail normalise them, in one exchange or two, where they are not rounded
+    behind it; else a kernel that follows."""
     claims = HopperAccelerator().capabilities()
     assert claims.constants is not None
     library_path = claims.constants.library

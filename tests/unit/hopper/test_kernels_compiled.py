@@ -50,7 +50,7 @@ def test_products_overlap_and_stay_in_registers(kernels: str, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_what_rows_load_ahead_of_a_wait_stays_in_registers(tmp_path: Path) -> None:
-    """Where a thread has one vector of a row: a spill would wait for a residual that is on its way."""
+    """Look at threads that have one vector of a row: a spill would wait for a residual on its way."""
     said = _said_of("collectives/sum_rows", tmp_path)
     spilled = dict(
         re.findall(r"entry function '(\S+)'.*?(\d+) bytes spill stores", said, re.DOTALL)
