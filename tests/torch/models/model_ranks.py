@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import titan
@@ -87,9 +88,11 @@ def tokens_of(batch: int, sequence: int) -> Tensor:
     return torch.randint(titan.VOCABULARY, (batch, sequence), generator=generator)
 
 
-def parallel(make: Make, tp: DeviceMesh, **sizes: Any) -> nn.Module:
-    """The lines that a user writes."""
-    model = seeded(make, **sizes)
+def parallel(
+    make: Make, tp: DeviceMesh, cast: Mapping[str, Any] = MappingProxyType({}), **sizes: Any
+) -> nn.Module:
+    """The lines that a user writes. ``cast``: where the model goes first, and its dtype."""
+    model = seeded(make, **sizes).to(**cast)
     if make is torchtitan:
         titan.apply_tp(model, tp, mkernel.nn)
     else:

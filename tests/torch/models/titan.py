@@ -74,7 +74,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         h = self.tok_embeddings(tokens)
-        freqs = frequencies(tokens.shape[1])
+        freqs = frequencies(tokens.shape[1]).to(tokens.device)
         for layer in self.layers.values():
             h = layer(h, freqs)
         y: Tensor = self.output(self.norm(h))
