@@ -273,6 +273,10 @@ def _products_of_gather(graph: Graph, world: World, gather: Gather) -> str:
         raise _Left("no matrix product has what it gathers as its left side")
     order = {node: place for place, node in enumerate(graph.nodes)}
     earliest = min((*views[1:], *users), key=lambda each: order[each])
+    if len(products) == len(users) and _share_columns(products):
+        late = _late_views([each.b for each in products], earliest, order, gather.result)
+        if late is not None:
+            return _one_product_of_gather(graph, world, gather, products, earliest, late)
     for widest in sorted(products, key=_columns, reverse=True):
         sources = _scale_sources(graph, world, gather, widest.scales)
         late = _late_views([widest.b, *sources], earliest, order, gather.result)
@@ -301,6 +305,54 @@ def _products_of_gather(graph: Graph, world: World, gather: Gather) -> str:
         widest.mm.replace_all_uses_with(_biased(graph, c, widest))
     _erase(graph, widest.mm)
     return name
+
+
+def _share_columns(products: Sequence[Product]) -> bool:
+    """Return whether products of what is gathered are to be computed as one of more columns: if their
+    weights, which are joined for that, have no more columns than there are rows that need not be copied
+    out of the workspace then."""
+    plain = all(each.scales is None and each.bias is None for each in products)
+    if len(products) == 1 or not plain:
+        return False
+    rows = _expected(value(products[0].a).shape[0])
+    joined = sum(_expected(value(each.b).shape[1]) for each in products)
+    alike = len({value(each.b).dtype for each in products}) == 1
+    return alike and joined <= rows
+
+
+def _one_product_of_gather(
+    graph: Graph,
+    world: World,
+    gather: Gather,
+    products: Sequence[Product],
+    before: Node,
+    late: Sequence[Node],
+) -> str:
+    """Replace a gather, and all products of what it gathers, by one AllGather+GEMM with the columns of
+    all weights."""
+    _require_few_symbols(gather.shard, gather.result)
+    shard = value(gather.shard).shape
+    with graph.inserting_before(before):
+        for each in late:
+            before.prepend(each)
+        a = _packed(graph, _reshaped(graph, gather.shard, [math.prod(shard[:-1]), shard[-1]]))
+        weights = [_packed(graph, _permuted(graph, each.b, [1, 0])) for each in products]
+        b = _permuted(graph, _call(graph, aten.cat.default, weights), [1, 0])
+        _check(world, GATHER_OP, a, b, None, None)
+        name, c = _called(graph, GATHER_OP.name, a, b, None, None, world.name)
+        c = _rows_by_program(graph, c, shard[:-1], gather.dim, world.size)
+        for product, part in zip(products, _columns_of(graph, c, products), strict=True):
+            product.mm.replace_all_uses_with(part)
+    for product in products:
+        _erase(graph, product.mm)
+    return name
+
+
+def _columns_of(graph: Graph, c: Node, products: Sequence[Product]) -> list[Node]:
+    """Return the columns of ``c``, in which the products are beside each other, as one node each."""
+    sizes = [value(each.b).shape[1] for each in products]
+    parts = _call(graph, aten.split_with_sizes.default, c, sizes, 1)
+    return [_call(graph, operator.getitem, parts, place) for place in range(len(sizes))]
 
 
 def _gathered(
@@ -430,7 +482,7 @@ def _joins(products: Sequence[Product]) -> bool:
 
 def _joined(graph: Graph, products: Sequence[Product]) -> Product:
     """Return the product that is the sum of all, but for their biases."""
-    a = _call(graph, aten.cat.default, [each.a for each in products], 1)
+    a = _call(graph, torch.ops.mkernel.joined_columns.default, [each.a for each in products])
     b = _call(graph, aten.cat.default, [each.b for each in products])
     return products[0]._replace(a=a, b=b)
 

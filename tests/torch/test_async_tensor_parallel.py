@@ -245,6 +245,22 @@ CASES = {
         (PART, WEIGHT, (H, N + 4)),
         {"all_gather_gemm_gathered": 1},
     ),
+    "weights of few columns": Case(
+        gathers(1, lambda x, u, v, w: (x @ u, x @ v.t(), x.flatten(0, 1) @ w)),
+        (PART, (H, 8), (4, H), (H, 6)), {"all_gather_gemm": 1},
+    ),
+    "weights of equal columns": Case(
+        gathers(0, lambda x, *weights: tuple(x @ each for each in weights)),
+        (ROWS, *[(H, 8)] * 3), {"all_gather_gemm": 1},
+    ),
+    "weights of few columns, and gathered is used": Case(
+        gathers(0, lambda x, v, w: (x @ v, x @ w, x.sin())),
+        (ROWS, (H, 8), (H, 4)), {"all_gather_gemm_gathered": 1},
+    ),
+    "weights of few columns and a bias": Case(
+        gathers(0, lambda x, v, w, b: (x @ v, nn.functional.linear(x, w, b))),
+        (ROWS, (H, 8), (4, H), (4,)), {"all_gather_gemm_gathered": 1},
+    ),
     "gathered is used": Case(
         gathers(1, lambda x, w: (x.sin(), x @ w)), (PART, WEIGHT), {"all_gather_gemm_gathered": 1}
     ),
@@ -537,7 +553,13 @@ def joined_in_another_order(graph: Any, found: Any) -> Any:
     return right._replace(b=_joined(graph, found[::-1]).b)
 
 
+def columns_of_others(graph: Any, c: Any, found: Any) -> Any:
+    first, *others = _columns_of(graph, c, found)
+    return [first, *others[::-1]]
+
+
 _joined = rewrite._joined
+_columns_of = rewrite._columns_of
 _rows_by_rank = rewrite._rows_by_rank
 _part = patterns._part
 _reduction = patterns.reduction
@@ -567,6 +589,9 @@ MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
     ),
     "scales of rows are left in the order of the program": (
         rewrite, "_rows_by_rank", scales_as_they_lie, "mean of e4m3 sequences",
+    ),
+    "columns are those of another weight": (
+        rewrite, "_columns_of", columns_of_others, "weights of equal columns",
     ),
     "one of the products is left out": (
         rewrite, "_joined", lambda graph, found: found[0], "sum of two products",
