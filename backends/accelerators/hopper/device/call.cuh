@@ -147,10 +147,16 @@ __device__ inline std::uint64_t epoch_of_brief_call(const Workspace& workspace) 
 
 // A block of such a call, all of whose threads need the epoch. They go on as soon as they know it, the one that counts
 // the block too: it asks for the number of blocks before it sends, and looks at it when the block is done.
+//
+// A call of few blocks lets the next grid of its stream take its place on the device while it waits for peers. More
+// could leave no multiprocessor to a peer that shares the device, and the next grid would wait for it in vain.
 class BriefBlock {
   public:
-    // Called by all threads of the block.
+    static constexpr unsigned kFewBlocks = 32;
+
+    // Called by all threads of the block, after `ptx::wait_for_grid_before`.
     __device__ explicit BriefBlock(const Workspace& workspace) {
+        if (gridDim.x <= kFewBlocks) ptx::let_next_grid_start();
         if (workspace.world == 1) return;
         __shared__ std::uint64_t of_block;
         transport::CallState& state = workspace.control().state;
