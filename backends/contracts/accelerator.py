@@ -26,7 +26,7 @@ from mkernel.topology.model import Accelerator, KindName
 if TYPE_CHECKING:
     import torch
 
-    from mkernel.backends.transport._transport import AbortCode, Diagnosis
+    from mkernel.backends.transport._transport import AbortCode
 
 
 @dataclass(slots=True)
@@ -305,10 +305,11 @@ class AcceleratorBackend(ABC):
         word need no override."""
         return
 
-    def failure(self) -> tuple[AbortCode, Diagnosis] | None:
-        """Return the first failure in this world that this rank's kernels recorded elsewhere than
-        in the pad. Called often, from any thread: it must cost no more than a read."""
-        return None
+    def record(self) -> int:
+        """Return the address of the AbortRecord (``transport/diagnosis.hpp``) to which this rank's
+        kernels write the first failure in this world; 0: they write it to the pad. It is readable
+        as long as the backend is open, and every call reads it before it begins."""
+        return 0
 
     def refused(self) -> MkernelError | None:
         """Return the first error, since the last query, of a stream-ordered call that refused what

@@ -17,6 +17,7 @@ class CallPath:
         queued: type[Any],
         name: str,
         pad: int,
+        record: int,
         queues: bool,
     ) -> CallPath: ...
     def first(self, prepare: Callable[[], tuple[str, Callable[..., Any], bool]], /) -> Any: ...

@@ -160,5 +160,21 @@ PYBIND11_MODULE(_transport, module) {
             return py::make_tuple(code, pad.abort_record().diagnosis);
         },
         py::arg("address"));
+    module.def(
+        "record_outcome",
+        [](std::uintptr_t address) -> py::object {
+            const auto& record = *reinterpret_cast<const AbortRecord*>(address);
+            const AbortCode code = abort_code(record);
+            if (code == AbortCode::none) return py::none();
+            return py::make_tuple(code, record.diagnosis);
+        },
+        py::arg("address"));
+    module.def(
+        "record_failure",
+        [](std::uintptr_t address, AbortCode code, const Diagnosis& who) {
+            return claim_abort(*reinterpret_cast<AbortRecord*>(address), code, who);
+        },
+        py::arg("address"), py::arg("code"), py::arg("who"));
+    module.attr("RECORD_BYTES") = sizeof(AbortRecord);
     bind_fifo(module);
 }

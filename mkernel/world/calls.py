@@ -124,6 +124,7 @@ class Calls:
             queued=Queued,
             name=turns.world,
             pad=self._pad,
+            record=engine.accelerator.record(),
             queues=self._queues,
         )
         self._table = table or self.path
@@ -224,7 +225,6 @@ class Calls:
         def start(
             number: int, epoch: int, timeout_s: float, tensors: Mapping[str, torch.Tensor]
         ) -> Launch:
-            self._failure.raise_recorded()
             return self._accelerator.launch(
                 replace(
                     template,

@@ -238,7 +238,8 @@ class FailureMonitor:
         for pad in self._pads:
             if _transport.pad_aborted(pad):
                 return _transport.pad_outcome(pad)
-        return next(filter(None, (each.failure() for each in self.accelerators)), None)
+        records = filter(None, (each.record() for each in self.accelerators))
+        return next(filter(None, map(_transport.record_outcome, records)), None)
 
     def _own_notice(self) -> Notice | None:
         """Return a notice of what this rank recorded as wrong before any rank reported an error, or of

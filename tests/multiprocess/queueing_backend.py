@@ -3,6 +3,7 @@ where there is none."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -16,7 +17,6 @@ from mkernel.plan.model import LaunchPlan
 from mkernel.topology.model import Accelerator
 
 FORMAT = b"formatted"
-Failure = tuple[_transport.AbortCode, _transport.Diagnosis]
 
 
 class Queueing(StreamsAccelerator):
@@ -29,7 +29,7 @@ class Queueing(StreamsAccelerator):
         self.events: list[str] = []
         self.calls: list[Call] = []
         self.aborted: list[_transport.AbortCode] = []
-        self.recorded: Failure | None = None
+        self._record = ctypes.create_string_buffer(_transport.RECORD_BYTES)
         self.ends_in_time = True
 
     def capabilities(self) -> AcceleratorCapabilities:
@@ -37,7 +37,8 @@ class Queueing(StreamsAccelerator):
 
     def open(self, device: Accelerator) -> None:
         self.events.append(f"open {device.id}")
-        self.recorded, self.aborted, self.calls = None, [], []
+        self._record[:] = bytes(_transport.RECORD_BYTES)
+        self.aborted, self.calls = [], []
 
     def close(self, timeout_s: float) -> bool:
         self.events.append("close")
@@ -56,8 +57,8 @@ class Queueing(StreamsAccelerator):
     def abort(self, code: _transport.AbortCode) -> None:
         self.aborted.append(code)
 
-    def failure(self) -> Failure | None:
-        return self.recorded
+    def record(self) -> int:
+        return ctypes.addressof(self._record)
 
 
 class Wordy(Queueing):

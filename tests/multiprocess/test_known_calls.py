@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mkernel
+from mkernel.backends.transport import _transport
 from mkernel.errors import MkernelError, Timeout
 from mkernel.launch import host_store, report
 from mkernel.ops.gemm import GemmCall
@@ -328,12 +330,24 @@ def test_what_a_starter_declines_is_launched_from_python_under_the_same_number()
         assert wrong < 1e-4
 
 
-def breaks() -> None:
-    a, b = inputs(0)
-    mkernel.gemm_all_reduce(a, b)
-    mkernel.synchronize()
+def told() -> None:
     mkernel.world()._failure.tell(Timeout("planted"))
+
+
+def recorded() -> None:
+    """As kernels record it, which nobody has heard of yet."""
+    who = _transport.Diagnosis()
+    who.waiter, who.peer, who.signal = _transport.Waiter.compute_kernel, 0, 77
+    _transport.record_failure(backend().record(), _transport.AbortCode.timeout, who)
+
+
+def breaks(plant: Callable[[], None]) -> None:
+    a, b = inputs(0)
+    for _ in range(2):
+        mkernel.gemm_all_reduce(a, b)
+    mkernel.synchronize()
     taken = len(backend().started)
+    plant()
     try:
         mkernel.gemm_all_reduce(a, b)
     except MkernelError as error:
@@ -341,13 +355,16 @@ def breaks() -> None:
         raise
 
 
-def test_a_broken_world_is_raised_at_the_next_call() -> None:
+@pytest.mark.parametrize(
+    ("plant", "begins"), [(told, "planted (kept for "), (recorded, "rank 0 compute_kernel ")]
+)
+def test_a_broken_world_is_raised_at_the_next_call(plant: Any, begins: str) -> None:
     seen: dict[int, Any] = {}
     with pytest.raises(MkernelError):
-        in_ranks(breaks, on_report=seen.__setitem__)
+        in_ranks(partial(breaks, plant), on_report=seen.__setitem__)
     name, message, taken = seen[0]
     assert (name, taken) == ("Timeout", 0)
-    assert message.startswith("planted (kept for ")
+    assert message.startswith(begins)
 
 
 def of_two_worlds(port: int) -> tuple[list[int], list[int], float]:

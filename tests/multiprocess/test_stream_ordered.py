@@ -196,7 +196,7 @@ def recorded() -> None:
         who = _transport.Diagnosis()
         who.waiter, who.peer, who.signal = _transport.Waiter.compute_kernel, 0, 77
         who.seen, who.wanted, who.op, who.chunk, who.core = 3, 4, 1, 5, 9
-        backend().recorded = (_transport.AbortCode.timeout, who)
+        _transport.record_failure(backend().record(), _transport.AbortCode.timeout, who)
     deadline = time.monotonic() + TOLD_S
     while not backend().aborted and time.monotonic() < deadline:
         time.sleep(0.02)

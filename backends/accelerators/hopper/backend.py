@@ -301,13 +301,9 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         if session is not None:
             session.control.abort(code)
 
-    def failure(self) -> tuple[_transport.AbortCode, _transport.Diagnosis] | None:
-        """Return the first time-out that a kernel of this world recorded."""
-        session = self._session
-        if session is None or not session.control.failed:
-            return None
-        code, diagnosis = session.control.outcome()
-        return code, diagnosis
+    def record(self) -> int:
+        """Return where kernels record their first time-out."""
+        return 0 if self._session is None else self._session.control.record
 
     def _open_session(self) -> DeviceSession:
         if self._session is None:

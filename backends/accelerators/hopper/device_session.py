@@ -141,7 +141,6 @@ class DeviceSession:
             index,
             self._order,
             self.control.address,
-            self.control,
             load_as(HopperSettings).multiprocessors,
             one=torch.ones((1, 1), device=f"cuda:{index}"),
         )

@@ -30,7 +30,7 @@ class DispatchContext:
     Attributes:
         device: its number in this process.
         order: the order of the world's calls; it also has the second stream for copies.
-        control: address of the rank's HostControl; ``control_block``: its owner.
+        control: address of the rank's HostControl.
         multiprocessors: the most that kernels take; None: all.
         network: the way to other nodes, set by the first call that needs it.
         reports: reports of MoE dispatches.
@@ -43,7 +43,6 @@ class DispatchContext:
     device: int
     order: _hopper.CallOrder
     control: int
-    control_block: _hopper.ControlBlock | None = None
     multiprocessors: int | None = None
     network: _hopper.DeviceNetwork | None = None
     reports: MoeReports = field(default_factory=MoeReports)

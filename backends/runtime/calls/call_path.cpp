@@ -247,8 +247,11 @@ bool CallPath::look_alive(bool several) const {
     if (!notice) return false;
     const bool broken = notice.get() != Py_None;
     if (broken && !method(world.failure, names().broken)) return false;
+    const bool recorded = world.pad.aborted() != transport::AbortCode::none ||
+                          (world.record != nullptr &&
+                           transport::abort_code(*world.record) != transport::AbortCode::none);
     // With several worlds the failure may be that of companions, which run other ops of this world.
-    if (!several && !broken && world.pad.aborted() == transport::AbortCode::none) return true;
+    if (!several && !broken && !recorded) return true;
     return static_cast<bool>(method(world.failure, names().recorded));
 }
 

@@ -39,6 +39,7 @@ struct WorldState {
     Reference queued;            // that type: (world, stream, event or None)
     Reference name;
     transport::SignalPad pad;
+    const transport::AbortRecord* record = nullptr;  // of kernels that do not write to the pad
     bool queues = false;  // calls are left to the device; else each is waited for
 };
 

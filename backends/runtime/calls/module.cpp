@@ -29,16 +29,16 @@ CallPath* path_in(PyObject* self) {
 PyObject* make_path(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
     PyObject *functions, *failure, *calls, *running, *turns, *lock, *under_way, *worlds, *last,
         *queued, *name;
-    unsigned long long pad = 0;
+    unsigned long long pad = 0, record = 0;
     int queues = 0;
     static const char* const names[] = {"functions", "failure",   "calls",  "running", "turns",
                                         "lock",      "under_way", "worlds", "last",    "queued",
-                                        "name",      "pad",       "queues", nullptr};
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!OOOOOO!O!O!O!UKp:CallPath",
+                                        "name",      "pad",       "record", "queues",  nullptr};
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!OOOOOO!O!O!O!UKKp:CallPath",
                                      const_cast<char**>(names), &PyDict_Type, &functions, &failure,
                                      &calls, &running, &turns, &lock, &PyList_Type, &under_way,
                                      &PySet_Type, &worlds, &PyDict_Type, &last, &PyType_Type,
-                                     &queued, &name, &pad, &queues)) {
+                                     &queued, &name, &pad, &record, &queues)) {
         return nullptr;
     }
     Reference self = Reference::owned(type->tp_alloc(type, 0));
@@ -60,6 +60,7 @@ PyObject* make_path(PyTypeObject* type, PyObject* arguments, PyObject* keywords)
     world.name = Reference::shared(name);
     world.queues = queues != 0;
     world.pad = mkernel::transport::SignalPad(reinterpret_cast<void*>(pad));
+    world.record = reinterpret_cast<const mkernel::transport::AbortRecord*>(record);
     if (!world.acquire || !world.release || !made->torch.open(functions)) return nullptr;
     world.watchdog = Reference::owned(PyObject_GetAttrString(failure, "_watchdog"));
     if (!world.watchdog) return nullptr;

@@ -168,9 +168,7 @@ class Fabric:
         """The same and their norm."""
         return rows, eps
 
-    def library_starter(
-        self, device: int, order: Any, control: Any, product: dict[str, Any], *how: Any
-    ) -> Any:
+    def library_starter(self, device: int, order: Any, product: dict[str, Any], *how: Any) -> Any:
         """What native code is to do, likewise."""
         assert device == 0
         names = ("scratch", "scales", "together", "element", "way", "op", "elements", "columns",

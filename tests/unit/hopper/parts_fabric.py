@@ -99,7 +99,7 @@ class PartsFabric(Fabric):
     def PartsProgram(self, *how: Any) -> Program:
         return Program(*how)
 
-    def parts_starter(self, device: int, order: Any, control: Any, program: Program) -> Program:
+    def parts_starter(self, device: int, order: Any, program: Program) -> Program:
         assert device == 0
         return program
 

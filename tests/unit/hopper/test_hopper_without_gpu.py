@@ -134,7 +134,7 @@ def test_what_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_outside_of_a_world_nothing_is_there() -> None:
     backend = HopperAccelerator()
-    assert backend.failure() is None
+    assert backend.record() == 0
     backend.abort(_transport.AbortCode.timeout)
     assert backend.close(0.1)
     with pytest.raises(BackendUnavailable, match="in no world"):
@@ -143,20 +143,10 @@ def test_outside_of_a_world_nothing_is_there() -> None:
         backend.launch(Call.__new__(Call))
 
 
-def test_a_failure_is_what_the_kernels_recorded() -> None:
-    class Control:
-        failed = False
-
-        def outcome(self) -> tuple[_transport.AbortCode, _transport.Diagnosis]:
-            assert self.failed, "costs more than a read"
-            return _transport.AbortCode.timeout, who
-
-    who, control = _transport.Diagnosis(), Control()
+def test_kernels_record_their_failures_in_the_control_block() -> None:
     backend: Any = HopperAccelerator()
-    backend._session = SimpleNamespace(control=control)
-    assert backend.failure() is None
-    control.failed = True
-    assert backend.failure() == (_transport.AbortCode.timeout, who)
+    backend._session = SimpleNamespace(control=SimpleNamespace(record=4096))
+    assert backend.record() == 4096
 
 
 def test_a_launch_is_waited_for_until_the_device_is_past_it() -> None:

@@ -34,6 +34,9 @@ class Backend:
         self.graphs = False
         self.replayed = threading.Event()
 
+    def record(self) -> int:
+        return 0
+
     def on(self, tensors: Mapping[str, torch.Tensor]) -> nullcontext[None]:
         return nullcontext()
 

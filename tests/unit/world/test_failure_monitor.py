@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,10 @@ def test_an_own_failure_is_told_as_long_as_nobody_told_one(kept: list[dict[str, 
     assert monitor._own_notice() is None
     who = _transport.Diagnosis()
     who.peer = 1
-    recorded = (_transport.AbortCode.peer_failure, who)
-    monitor.accelerators.append(Mock(failure=lambda: recorded))
+    record = ctypes.create_string_buffer(_transport.RECORD_BYTES)
+    monitor.accelerators += [Mock(record=lambda: 0), Mock(record=lambda: ctypes.addressof(record))]
+    assert monitor._own_notice() is None
+    _transport.record_failure(ctypes.addressof(record), _transport.AbortCode.peer_failure, who)
     found = monitor._own_notice()
     assert found is not None
     assert (found.kind, found.rank) == ("PeerFailure", 1)

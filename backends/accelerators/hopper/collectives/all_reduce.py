@@ -101,7 +101,6 @@ class SumExecutor:
         found: object = made.sum_starter(
             context.device,
             context.order,
-            context.control_block,
             self._together,
             getattr(made.Element, plan.dtype),
             plan.summed.m * plan.summed.n,

@@ -89,7 +89,6 @@ class FewRowsExecutor:
         return native().few_rows_starter(
             context.device,
             context.order,
-            context.control_block,
             self._calls,
             **pitches(self._plan, strides),
             sums=normed_rows(self._plan),

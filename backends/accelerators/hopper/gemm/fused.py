@@ -181,7 +181,6 @@ class AllGatherExecutor:
         found: object = native().gather_starter(
             context.device,
             context.order,
-            context.control_block,
             self._pipelined,
             self._copies if {"gathered", "gathered_scale"} & strides.keys() else None,
             **pitches(self._plan, strides),
@@ -301,7 +300,6 @@ class ReduceExecutor:
         found: object = native().reduce_starter(
             context.device,
             context.order,
-            context.control_block,
             self._pipelined,
             **pitches(self._plan, strides),
             outs=self._outs(symmetric),

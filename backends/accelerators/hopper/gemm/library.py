@@ -125,7 +125,6 @@ class LibraryExecutor:
         found: object = made.library_starter(
             context.device,
             context.order,
-            context.control_block,
             self._starters_product(strides),
             allocation(self._between, scratch_dtype, context.device),
             scales,

@@ -63,9 +63,7 @@ class RecordedCall(Exchanges):
     def starter(self) -> object:
         """Return the starter of such calls (``Executor.starter``)."""
         context = self._context
-        found: object = native().parts_starter(
-            context.device, context.order, context.control_block, self._program
-        )
+        found: object = native().parts_starter(context.device, context.order, self._program)
         return found
 
     def multiply(self, rows: Any, _: torch.Tensor | None, out: Any) -> None:

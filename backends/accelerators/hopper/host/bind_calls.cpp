@@ -32,9 +32,8 @@ void bind_calls(py::module_& module) {
     py::class_<ControlBlock>(module, "ControlBlock")
         .def(py::init<>())
         .def_property_readonly("address", &ControlBlock::address)
-        .def_property_readonly("failed", &ControlBlock::failed)
-        .def("abort", &ControlBlock::abort, py::arg("code"))
-        .def("outcome", &ControlBlock::outcome);
+        .def_property_readonly("record", &ControlBlock::record)
+        .def("abort", &ControlBlock::abort, py::arg("code"));
 }
 
 }  // namespace mkernel::hopper

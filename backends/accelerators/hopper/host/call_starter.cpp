@@ -46,15 +46,10 @@ void destroy(PyObject* capsule) {
 
 }  // namespace
 
-CallStarter::CallStarter(int device, py::object order, py::object control)
-    : device_(device),
-      kept_order_(std::move(order)),
-      kept_control_(std::move(control)),
-      order_(kept_order_.cast<CallOrder&>()),
-      control_(kept_control_.cast<const ControlBlock&>()) {}
+CallStarter::CallStarter(int device, py::object order)
+    : device_(device), kept_order_(std::move(order)), order_(kept_order_.cast<CallOrder&>()) {}
 
 MkernelCallResult CallStarter::start(const MkernelCall& call) {
-    if (control_.failed()) return MKERNEL_CALL_DECLINED;
     const cuda::DeviceScope scope(device_);
     order_.begin(call.stream);
     try {

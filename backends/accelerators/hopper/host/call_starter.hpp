@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "backends/accelerators/hopper/host/call_order.hpp"
-#include "backends/accelerators/hopper/host/control_block.hpp"
 #include "backends/contracts/call_starter.h"
 
 namespace mkernel::hopper {
@@ -33,8 +32,8 @@ enum : int {
 
 class CallStarter {
   public:
-    // Takes Python objects, which outlive it: the world's CallOrder and ControlBlock.
-    CallStarter(int device, pybind11::object order, pybind11::object control);
+    // Takes the world's CallOrder, which it keeps.
+    CallStarter(int device, pybind11::object order);
     virtual ~CallStarter() = default;
     CallStarter(const CallStarter&) = delete;
     CallStarter& operator=(const CallStarter&) = delete;
@@ -54,9 +53,8 @@ class CallStarter {
 
   private:
     int device_;
-    pybind11::object kept_order_, kept_control_;
+    pybind11::object kept_order_;
     CallOrder& order_;
-    const ControlBlock& control_;
 };
 
 // Returns the number of a call as kernels note it: the low 32 bits.

@@ -27,10 +27,4 @@ void ControlBlock::abort(transport::AbortCode code) const {
         .store(static_cast<std::uint32_t>(code), std::memory_order_release);
 }
 
-std::pair<transport::AbortCode, transport::Diagnosis> ControlBlock::outcome() const {
-    const transport::AbortCode code = transport::abort_code(control_->record);
-    if (code == transport::AbortCode::none) return {code, {}};
-    return {code, control_->record.diagnosis};
-}
-
 }  // namespace mkernel::hopper

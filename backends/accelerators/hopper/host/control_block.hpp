@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <utility>
 
 #include "backends/transport/host_control.hpp"
 
@@ -26,12 +25,10 @@ class ControlBlock {
     // Ends every wait of a running kernel soon after, and those of later launches at once. Any thread.
     void abort(transport::AbortCode code) const;
 
-    // Returns true when a kernel has recorded a time-out. No more than a read; any thread.
-    [[nodiscard]] bool failed() const {
-        return transport::abort_code(control_->record) != transport::AbortCode::none;
+    // Returns the address of the AbortRecord to which kernels write their first time-out.
+    [[nodiscard]] std::uint64_t record() const {
+        return reinterpret_cast<std::uint64_t>(&control_->record);
     }
-    // Returns the first time-out that a kernel recorded; (none, ...) where none did. Any thread.
-    [[nodiscard]] std::pair<transport::AbortCode, transport::Diagnosis> outcome() const;
 
   private:
     transport::HostControl* control_ = nullptr;

@@ -106,10 +106,10 @@ void bind_sum_rows(py::module_& module) {
 // them, into the `outs` of all ranks if these are symmetric.
 class SumStarter final : public CallStarter {
   public:
-    SumStarter(int device, py::object order, py::object control, Collective together,
-               collectives::Element element, std::uint64_t elements, const Outs& outs,
-               const Outputs& outputs, SummedRows sums, bool by_mail)
-        : CallStarter(device, std::move(order), std::move(control)),
+    SumStarter(int device, py::object order, Collective together, collectives::Element element,
+               std::uint64_t elements, const Outs& outs, const Outputs& outputs, SummedRows sums,
+               bool by_mail)
+        : CallStarter(device, std::move(order)),
           together_(together),
           element_(element),
           elements_(elements),
@@ -205,15 +205,15 @@ void bind_collectives(py::module_& module) {
         "columns"_a = 0, released);
     module.def(
         "sum_starter",
-        [](int device, py::object order, py::object control, const Collective& together,
-           Element element, std::uint64_t elements, const std::vector<std::uint64_t>& out,
-           const Outputs& outputs, const SummedRows& sums, bool by_mail) {
+        [](int device, py::object order, const Collective& together, Element element,
+           std::uint64_t elements, const std::vector<std::uint64_t>& out, const Outputs& outputs,
+           const SummedRows& sums, bool by_mail) {
             return CallStarter::capsule(std::make_unique<SumStarter>(
-                device, std::move(order), std::move(control), together, element, elements,
+                device, std::move(order), together, element, elements,
                 out.empty() ? Outs{} : outs(together, out), outputs, sums, by_mail));
         },
-        "device"_a, "order"_a, "control"_a, "together"_a, "element"_a, "elements"_a, "outs"_a,
-        "outputs"_a, "sums"_a, "by_mail"_a);
+        "device"_a, "order"_a, "together"_a, "element"_a, "elements"_a, "outs"_a, "outputs"_a,
+        "sums"_a, "by_mail"_a);
 }
 
 }  // namespace mkernel::hopper

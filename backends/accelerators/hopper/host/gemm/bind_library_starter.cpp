@@ -49,10 +49,9 @@ struct LibraryPlan {
 // scales; torch's allocator keeps both in the order of the stream.
 class LibraryStarter final : public CallStarter {
   public:
-    LibraryStarter(int device, py::object order, py::object control,
-                   std::shared_ptr<LibraryProduct> product, Allocation scratch,
-                   std::optional<Allocation> scales, const LibraryPlan& plan)
-        : CallStarter(device, std::move(order), std::move(control)),
+    LibraryStarter(int device, py::object order, std::shared_ptr<LibraryProduct> product,
+                   Allocation scratch, std::optional<Allocation> scales, const LibraryPlan& plan)
+        : CallStarter(device, std::move(order)),
           product_(std::move(product)),
           scratch_(std::move(scratch)),
           scales_(std::move(scales)),
@@ -187,22 +186,22 @@ LibraryPlan library_plan(const collectives::Collective& together, collectives::E
 void bind_library_starter(py::module_& module) {
     module.def(
         "library_starter",
-        [](int device, py::object order, py::object control,
-           std::shared_ptr<LibraryProduct> product, const py::object& scratch,
-           const py::object& scales, const collectives::Collective& together,
-           collectives::Element element, collectives::Way way, const std::string& op,
-           std::uint64_t elements, std::uint32_t columns, std::uint64_t shard_bytes,
-           std::uint64_t scale_bytes, const std::vector<std::uint64_t>& outs,
-           const Outputs& outputs, const SummedRows& sums, bool inside) {
+        [](int device, py::object order, std::shared_ptr<LibraryProduct> product,
+           const py::object& scratch, const py::object& scales,
+           const collectives::Collective& together, collectives::Element element,
+           collectives::Way way, const std::string& op, std::uint64_t elements,
+           std::uint32_t columns, std::uint64_t shard_bytes, std::uint64_t scale_bytes,
+           const std::vector<std::uint64_t>& outs, const Outputs& outputs, const SummedRows& sums,
+           bool inside) {
             return CallStarter::capsule(std::make_unique<LibraryStarter>(
-                device, std::move(order), std::move(control), std::move(product),
-                allocation(scratch).value(), allocation(scales),
+                device, std::move(order), std::move(product), allocation(scratch).value(),
+                allocation(scales),
                 library_plan(together, element, way, op, elements, columns, shard_bytes,
                              scale_bytes, outs, outputs, sums, inside)));
         },
-        "device"_a, "order"_a, "control"_a, "product"_a, "scratch"_a, "scales"_a, "together"_a,
-        "element"_a, "way"_a, "op"_a, "elements"_a, "columns"_a, "shard_bytes"_a, "scale_bytes"_a,
-        "outs"_a, "outputs"_a, "sums"_a, "inside"_a);
+        "device"_a, "order"_a, "product"_a, "scratch"_a, "scales"_a, "together"_a, "element"_a,
+        "way"_a, "op"_a, "elements"_a, "columns"_a, "shard_bytes"_a, "scale_bytes"_a, "outs"_a,
+        "outputs"_a, "sums"_a, "inside"_a);
 }
 
 }  // namespace mkernel::hopper

@@ -201,8 +201,8 @@ class RunningParts {
 
 class PartsStarter final : public CallStarter {
   public:
-    PartsStarter(int device, py::object order, py::object control, PartsProgram program)
-        : CallStarter(device, std::move(order), std::move(control)), program_(std::move(program)) {}
+    PartsStarter(int device, py::object order, PartsProgram program)
+        : CallStarter(device, std::move(order)), program_(std::move(program)) {}
 
   private:
     void queue(const MkernelCall& call) override { RunningParts(program_, call, order()).run(); }
@@ -284,11 +284,11 @@ void bind_parts_starter(py::module_& module) {
             "sums"_a);
     module.def(
         "parts_starter",
-        [](int device, py::object order, py::object control, const PartsProgram& program) {
-            return CallStarter::capsule(std::make_unique<PartsStarter>(
-                device, std::move(order), std::move(control), program));
+        [](int device, py::object order, const PartsProgram& program) {
+            return CallStarter::capsule(
+                std::make_unique<PartsStarter>(device, std::move(order), program));
         },
-        "device"_a, "order"_a, "control"_a, "program"_a);
+        "device"_a, "order"_a, "program"_a);
 }
 
 }  // namespace mkernel::hopper

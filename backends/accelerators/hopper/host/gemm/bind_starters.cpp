@@ -38,9 +38,9 @@ struct Pitches {
 // `copies`: of the rows, for calls that return them; else None.
 class GatherStarter final : public CallStarter {
   public:
-    GatherStarter(int device, py::object order, py::object control, py::object calls,
-                  py::object copies, Pitches pitches)
-        : CallStarter(device, std::move(order), std::move(control)),
+    GatherStarter(int device, py::object order, py::object calls, py::object copies,
+                  Pitches pitches)
+        : CallStarter(device, std::move(order)),
           kept_(std::move(calls)),
           kept_copies_(std::move(copies)),
           calls_(kept_.cast<PipelinedGather&>()),
@@ -66,9 +66,9 @@ class GatherStarter final : public CallStarter {
 // `inside`: the kernel normalises its sums; otherwise a kernel after it does, if there is a norm.
 class FewRowsStarter final : public CallStarter {
   public:
-    FewRowsStarter(int device, py::object order, py::object control, py::object calls,
-                   Pitches pitches, std::optional<SummedRows> sums, bool inside)
-        : CallStarter(device, std::move(order), std::move(control)),
+    FewRowsStarter(int device, py::object order, py::object calls, Pitches pitches,
+                   std::optional<SummedRows> sums, bool inside)
+        : CallStarter(device, std::move(order)),
           kept_(std::move(calls)),
           calls_(kept_.cast<FewRowsCalls&>()),
           pitches_(pitches),
@@ -92,9 +92,9 @@ class FewRowsStarter final : public CallStarter {
 
 class ReduceStarter final : public CallStarter {
   public:
-    ReduceStarter(int device, py::object order, py::object control, py::object calls,
-                  Pitches pitches, std::vector<std::uint64_t> outs, std::optional<SummedRows> sums)
-        : CallStarter(device, std::move(order), std::move(control)),
+    ReduceStarter(int device, py::object order, py::object calls, Pitches pitches,
+                  std::vector<std::uint64_t> outs, std::optional<SummedRows> sums)
+        : CallStarter(device, std::move(order)),
           kept_(std::move(calls)),
           calls_(kept_.cast<PipelinedReduce&>()),
           pitches_(pitches),
@@ -132,34 +132,32 @@ void bind_starters(py::module_& module) {
             py::call_guard<py::gil_scoped_release>());
     module.def(
         "gather_starter",
-        [](int device, py::object order, py::object control, py::object calls, py::object copies,
-           std::int64_t a_pitch, std::int64_t b_pitch) {
-            return CallStarter::capsule(std::make_unique<GatherStarter>(
-                device, std::move(order), std::move(control), std::move(calls), std::move(copies),
-                Pitches{a_pitch, b_pitch}));
+        [](int device, py::object order, py::object calls, py::object copies, std::int64_t a_pitch,
+           std::int64_t b_pitch) {
+            return CallStarter::capsule(
+                std::make_unique<GatherStarter>(device, std::move(order), std::move(calls),
+                                                std::move(copies), Pitches{a_pitch, b_pitch}));
         },
-        "device"_a, "order"_a, "control"_a, "calls"_a, "copies"_a, "a_pitch"_a, "b_pitch"_a);
+        "device"_a, "order"_a, "calls"_a, "copies"_a, "a_pitch"_a, "b_pitch"_a);
     module.def(
         "few_rows_starter",
-        [](int device, py::object order, py::object control, py::object calls, std::int64_t a_pitch,
+        [](int device, py::object order, py::object calls, std::int64_t a_pitch,
            std::int64_t b_pitch, const std::optional<SummedRows>& sums, bool inside) {
-            return CallStarter::capsule(std::make_unique<FewRowsStarter>(
-                device, std::move(order), std::move(control), std::move(calls),
-                Pitches{a_pitch, b_pitch}, sums, inside));
+            return CallStarter::capsule(
+                std::make_unique<FewRowsStarter>(device, std::move(order), std::move(calls),
+                                                 Pitches{a_pitch, b_pitch}, sums, inside));
         },
-        "device"_a, "order"_a, "control"_a, "calls"_a, "a_pitch"_a, "b_pitch"_a, "sums"_a,
-        "inside"_a);
+        "device"_a, "order"_a, "calls"_a, "a_pitch"_a, "b_pitch"_a, "sums"_a, "inside"_a);
     module.def(
         "reduce_starter",
-        [](int device, py::object order, py::object control, py::object calls, std::int64_t a_pitch,
+        [](int device, py::object order, py::object calls, std::int64_t a_pitch,
            std::int64_t b_pitch, std::vector<std::uint64_t> outs,
            const std::optional<SummedRows>& sums) {
-            return CallStarter::capsule(std::make_unique<ReduceStarter>(
-                device, std::move(order), std::move(control), std::move(calls),
-                Pitches{a_pitch, b_pitch}, std::move(outs), sums));
+            return CallStarter::capsule(
+                std::make_unique<ReduceStarter>(device, std::move(order), std::move(calls),
+                                                Pitches{a_pitch, b_pitch}, std::move(outs), sums));
         },
-        "device"_a, "order"_a, "control"_a, "calls"_a, "a_pitch"_a, "b_pitch"_a, "outs"_a,
-        "sums"_a);
+        "device"_a, "order"_a, "calls"_a, "a_pitch"_a, "b_pitch"_a, "outs"_a, "sums"_a);
 }
 
 }  // namespace mkernel::hopper
