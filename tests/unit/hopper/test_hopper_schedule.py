@@ -234,7 +234,7 @@ def test_a_norm_takes_its_time_where_it_is_made(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few rows have a kernel behind, the library's rows what sums them; the path follows from it."""
-    shape, world = {"m": 64, "n": 4096, "k": 2048}, gpus()
+    shape, world = {"m": 32, "n": 4096, "k": 2048}, gpus()
     usual = {"dtype": "bfloat16", "b_layout": "column"}
     normed = Around(norm=Norm(True, 1e-6))
     found = machine.machine().norms
