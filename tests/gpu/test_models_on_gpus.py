@@ -14,9 +14,10 @@ import mkernel
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = [needs_gpus(2), pytest.mark.usefixtures("leaves_nothing")]
 
+# An embedding is split by some versions of transformers alone.
 CALLED = {
-    "llama": {"gemm_all_reduce", "all_reduce"},
-    "qwen3_moe": {"gemm_all_reduce", "moe_dispatch_gemm", "moe_gemm_combine", "all_reduce"},
+    "llama": {"gemm_all_reduce"},
+    "qwen3_moe": {"gemm_all_reduce", "moe_dispatch_gemm", "moe_gemm_combine"},
     "torchtitan": {"all_gather_gemm", "gemm_reduce_scatter"},
 }
 
