@@ -63,6 +63,7 @@ def test_the_example_of_shared_experts(
     judge_losses(EXPERTS, accelerator, dtype, tolerance, torchrun)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("accelerator", "width"), [("streams", "tiny"), ("hopper", "8b")])
 def test_the_serving_example(accelerator: str, width: str, torchrun: list[str]) -> None:
     """With ``hopper`` decode steps are graphs, and 64 MiB is what memory may grow by."""
