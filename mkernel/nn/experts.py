@@ -25,6 +25,9 @@ from mkernel.plan.model import Activation
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
+_SILU = "SiLUActivation"
+"""The name of transformers' module of SiLU, which is no ``torch.nn.SiLU`` (5.24)."""
+
 
 class ExpertParallelMLP(ShardedModule):
     """The gated MLPs of E experts, of which each rank has E/W.
@@ -210,10 +213,10 @@ class ExpertParallelMLP(ShardedModule):
     def _fuses(self, x: Tensor, up: Tensor) -> bool:
         """Return whether the first op applies the activation: it can, and no gradient will need
         gate and up."""
-        is_silu = self.activation is silu or isinstance(self.activation, SiLU)
+        given = self.activation
+        is_silu = given is silu or isinstance(given, SiLU) or type(given).__name__ == _SILU
         trains = torch.is_grad_enabled() and (x.requires_grad or up.requires_grad)
-        claims = current(self.group).engine("moe_dispatch_gemm").claims
-        return is_silu and not trains and "silu_and_mul" in claims.activations
+        return is_silu and not trains and "silu_and_mul" in _activations(self.group)
 
     def _part(self, name: str, whole: Tensor, parameter: Parameter) -> Tensor:
         expected = (self.num_experts, *parameter.shape[1:])
@@ -225,3 +228,9 @@ class ExpertParallelMLP(ShardedModule):
             f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
             f"num_experts={self.num_experts}, ranks={self._ranks}"
         )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _activations(group: str) -> tuple[Activation, ...]:
+    """Return the activations that the first op applies in a group's world."""
+    return current(group).engine("moe_dispatch_gemm").claims.activations

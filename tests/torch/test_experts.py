@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 
 import mkernel
 from mkernel.errors import ArgumentError, ShapeError
-from mkernel.nn import ExpertParallelMLP
+from mkernel.nn import ExpertParallelMLP, experts
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -110,6 +110,44 @@ def test_a_layer_is_the_unsharded_one(
     for rank, (found, wanted) in enumerate(zip(results, expected(tokens), strict=True)):
         for name, one, other in zip(names, found, wanted, strict=True):
             close(one, other, 1e-5, f"rank {rank}, {name}")
+
+
+class SiLUActivation(Module):
+    """transformers' class of this name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return silu(x)
+
+
+def fused(activation: Any, train: bool) -> list[Any]:
+    """The activations of the first op's calls, one of them compiled as one graph."""
+    found = []
+
+    def dispatch(*arguments: Any, **options: Any) -> Any:
+        found.append(options["activation"])
+        return mkernel.moe_dispatch_gemm(*arguments, **options)
+
+    made = ExpertParallelMLP(H, INNER, EXPERTS, activation=activation, capacity=RANKS * T * TOP_K)
+    made.load_state_dict(whole())
+    x, ids, weights = inputs(mkernel.world().rank, T)
+    x.requires_grad_(train)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "moe_dispatch_gemm", dispatch)
+        with torch.set_grad_enabled(train):
+            # The compiled call is the world's first one, which looks for the op's backend.
+            out = torch.compile(made, backend="aot_eager", fullgraph=True)(x, ids, weights)
+            close(made(x, ids, weights), out.detach().double(), 1e-6, "the eager layer")
+    close(out.detach(), unsharded(x, ids, weights, *whole().values()).detach().double(), 1e-5)
+    return found
+
+
+@pytest.mark.parametrize("activation", [silu, torch.nn.SiLU(), SiLUActivation()])
+@pytest.mark.parametrize("train", [False, True])
+def test_the_first_op_applies_silu_where_no_gradient_is_needed(
+    activation: Any, train: bool
+) -> None:
+    wanted = None if train else "silu_and_mul"
+    assert on_ranks(fused, activation, train, ranks=RANKS) == [[wanted] * 2] * RANKS
 
 
 class Stock(Module):
