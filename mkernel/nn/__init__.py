@@ -3,8 +3,8 @@
 ``linear``: the two halves of a tensor-parallel pair. ``blocks``: an MLP and an attention block made
 of such pairs. ``styles``: the halves for ``parallelize_module``; ``module_styles``: styles of other
 modules; ``transformers_plan``: the styles of a transformers model. ``experts``: the experts of a
-mixture, split over ranks. ``attention``: attention over a sequence that is split over ranks.
-``embedding``: an embedding whose rows are split over ranks.
+mixture, split over ranks; ``block_scaled``: their weights in checkpoints. ``attention``: attention
+over a sequence that is split over ranks. ``embedding``: an embedding whose rows are split over ranks.
 """
 
 from mkernel.nn.attention import RingAttention

@@ -10,23 +10,31 @@ already are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter, SiLU
 from torch.nn.functional import pad, silu
 
-from mkernel.errors import ArgumentError, ShapeError
+from mkernel.errors import ArgumentError, DtypeError, ShapeError
+from mkernel.nn.block_scaled import SCALE, joined, padded, quantised
 from mkernel.nn.sharded import ShardedModule
-from mkernel.ops.moe import moe_dispatch_gemm
+from mkernel.ops.around import refuse_gradients
+from mkernel.ops.moe import MoeDispatch, MoeQuantisedDispatch, moe_dispatch_gemm
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
-from mkernel.plan.model import Activation
+from mkernel.plan.model import BLOCK, Activation
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
 _SILU = "SiLUActivation"
 """The name of transformers' module of SiLU, which is no ``torch.nn.SiLU`` (5.24)."""
+_WEIGHTS = ("gate_up_proj", "down_proj")
+_E4M3 = torch.float8_e4m3fn
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_OTHER_GATES = ("alpha", "limit", "swiglu_alpha", "swiglu_limit", "gate_softcap", "up_softcap")
+"""Attributes of transformers' experts that compute more than activation(gate) * up."""
 
 
 class ExpertParallelMLP(ShardedModule):
@@ -44,13 +52,25 @@ class ExpertParallelMLP(ShardedModule):
         gate_up_proj: [E/W, H, 2I], parameter; the first half of the columns is the gate's.
         down_proj: [E/W, I, H], parameter. With ``transposed`` both are stored as ``torch.nn.Linear``
             stores weights, [E/W, 2I, H] and [E/W, H, I].
+        gate_up_proj_scale_inv: [E/W, 2I / 128, H / 128] float32, parameter, only of e4m3 weights; a
+            block of 128 x 128 weights is multiplied by its entry.
+        down_proj_scale_inv: [E/W, H / 128, I / 128], the same of ``down_proj``.
 
     A state dict of all experts is loaded as well as one of this rank's: each rank takes its own
-    part. Gradients of both parameters are sums over all ranks' losses.
+    part. Gradients of both parameters are sums over all ranks' losses. Names of single experts, as
+    files of checkpoints have them (``0.gate_proj.weight``), are taken in place of the joined ones.
+
+    With ``dtype=torch.float8_e4m3fn`` the layer is for inference: weights are e4m3, and so is what
+    travels to them. It loads a checkpoint in e4m3 with ``weight_scale_inv``, or one in 16 or 32 bits,
+    which is quantised once, as it is loaded. Scales are NaN until then. Gate and up have blocks of
+    their own: where I is not a multiple of 128, the parameters have zeros up to the next one, after
+    the gate's rows and after those of up.
     """
 
     gate_up_proj: Parameter
+    gate_up_proj_scale_inv: Parameter
     down_proj: Parameter
+    down_proj_scale_inv: Parameter
 
     def __init__(
         self,
@@ -78,10 +98,11 @@ class ExpertParallelMLP(ShardedModule):
             capacity: rows for all of a rank's experts, so that no shape depends on the routing, as
                 in :func:`mkernel.moe_dispatch_gemm`.
             group: the group whose world is used; None: the default one.
-            device, dtype: device and dtype of the parameters.
+            device, dtype: device and dtype of the parameters. ``torch.float8_e4m3fn``: with scales,
+                for ``transposed`` weights and H that is a multiple of 128.
 
         Raises:
-            ArgumentError: ranks cannot share the experts. NotInitialized.
+            ArgumentError: ranks cannot share the experts, or these cannot be e4m3. NotInitialized.
         """
         super().__init__()
         world = current(group)
@@ -94,12 +115,23 @@ class ExpertParallelMLP(ShardedModule):
         if num_experts % world.size:
             legal = f"a multiple of the group's {world.size} ranks"
             raise ArgumentError("num_experts", num_experts, legal)
+        self._quantised = dtype == _E4M3
+        if self._quantised and not transposed:
+            raise ArgumentError("transposed", transposed, "True, with e4m3 weights")
+        if self._quantised and hidden_size % BLOCK:
+            legal = f"a multiple of {BLOCK}, with e4m3 weights"
+            raise ArgumentError("hidden_size", hidden_size, legal)
         own = num_experts // world.size
-        up, down = (hidden_size, 2 * intermediate_size), (intermediate_size, hidden_size)
-        for name, sizes in (("gate_up_proj", up), ("down_proj", down)):
+        inner = intermediate_size + (-intermediate_size % BLOCK if self._quantised else 0)
+        up, down = (hidden_size, 2 * inner), (inner, hidden_size)
+        for name, sizes in zip(_WEIGHTS, (up, down), strict=True):
             stored = sizes[::-1] if transposed else sizes
             empty = torch.empty((own, *stored), device=device, dtype=dtype)
-            self.register_parameter(name, Parameter(empty))
+            self.register_parameter(name, Parameter(empty, requires_grad=not self._quantised))
+            if self._quantised:
+                blocks = [own, *(size // BLOCK for size in stored)]
+                empty = torch.empty(blocks, device=device, dtype=torch.float32)
+                self.register_parameter(name + SCALE, Parameter(empty, requires_grad=False))
         self.reset_parameters()
 
     @classmethod
@@ -111,17 +143,27 @@ class ExpertParallelMLP(ShardedModule):
         max_tokens: int | None = None,
         capacity: int | None = None,
         group: Group = None,
+        dtype: torch.dtype | None = None,
     ) -> ExpertParallelMLP:
         """Make this rank's part of experts that every rank has whole.
 
         Args:
             experts: a module with parameters ``gate_up_proj`` [E, H, 2I] and ``down_proj`` [E, I,
                 H] (``transposed``: [E, 2I, H] and [E, H, I], as in transformers' Qwen3-MoE), and
-                optionally its activation ``act_fn``; default: SiLU.
+                optionally its activation ``act_fn``; default: SiLU. e4m3 parameters have scales
+                ``gate_up_proj_scale_inv`` and ``down_proj_scale_inv``, as in transformers'
+                ``FP8Experts``.
+            dtype: of the parameters; default: that of the experts. ``torch.float8_e4m3fn`` quantises
+                those in 16 or 32 bits.
 
         Raises:
             ShapeError: weights of other sizes.
+            ArgumentError: the experts compute something else of gate and up.
         """
+        other = [name for name in _OTHER_GATES if getattr(experts, name, None) is not None]
+        if other:
+            given = f"{type(experts).__name__} with {', '.join(other)}"
+            raise ArgumentError("experts", given, "experts of activation(gate) * up")
         gate_up, down = experts.gate_up_proj, experts.down_proj
         assert isinstance(gate_up, Tensor)
         assert isinstance(down, Tensor)
@@ -146,14 +188,19 @@ class ExpertParallelMLP(ShardedModule):
             capacity=capacity,
             group=group,
             device=down.device,
-            dtype=down.dtype,
+            dtype=dtype or down.dtype,
         )
-        made.load_state_dict({"gate_up_proj": gate_up.detach(), "down_proj": down.detach()})
+        names = [*_WEIGHTS, *(name + SCALE for name in _WEIGHTS if down.dtype == _E4M3)]
+        made.load_state_dict({name: getattr(experts, name).detach() for name in names})
         return made
 
     def reset_parameters(self) -> None:
         """Initialise each expert as ``torch.nn.Linear`` does; each rank draws from its own
-        generator."""
+        generator. Scales of e4m3 weights become NaN, so that weights must be loaded."""
+        if self._quantised:
+            for name in _WEIGHTS:
+                torch.nn.init.constant_(getattr(self, name + SCALE), math.nan)
+            return
         for name, inputs in (
             ("gate_up_proj", self.hidden_size),
             ("down_proj", self.intermediate_size),
@@ -165,7 +212,7 @@ class ExpertParallelMLP(ShardedModule):
         """Apply each token's experts and add their weighted results.
 
         Args:
-            x: [..., H], this rank's tokens.
+            x: [..., H], this rank's tokens; with e4m3 weights in 16 bits.
             topk_ids: [..., k] int32 or int64, the experts of each token, 0 to E - 1; -1: none.
             topk_weights: [..., k], floating point.
 
@@ -175,6 +222,7 @@ class ExpertParallelMLP(ShardedModule):
         Raises:
             ShapeError: more tokens than ``max_tokens``; and the other errors of
                 :func:`mkernel.moe_dispatch_gemm` and :func:`mkernel.moe_gemm_combine`.
+            ArgumentError: a gradient is needed, and weights are e4m3.
         """
         tokens, ids = x.reshape(-1, x.shape[-1]), topk_ids.reshape(-1, topk_ids.shape[-1])
         weights = topk_weights.reshape(-1, topk_weights.shape[-1])
@@ -191,19 +239,31 @@ class ExpertParallelMLP(ShardedModule):
         if self.transposed:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         fused: Activation | None = "silu_and_mul" if self._fuses(tokens, up) else None
-        sent = moe_dispatch_gemm(
+        of_up: dict[str, Any] = {}
+        of_down: dict[str, Any] = {}
+        if self._quantised:
+            inputs = {"x": x, "topk_weights": topk_weights}
+            refuse_gradients("ExpertParallelMLP", "with e4m3 weights", **inputs)
+            of_up["w_scale"] = self.gate_up_proj_scale_inv.transpose(1, 2)
+            of_up["quantise"] = fused and "block"
+            of_down["w2_scale"] = self.down_proj_scale_inv.transpose(1, 2)
+            of_down["out_dtype"] = x.dtype
+        sent: MoeDispatch | MoeQuantisedDispatch = moe_dispatch_gemm(
             tokens.contiguous(),
             ids.contiguous(),
             up,
             capacity=self.capacity,
             activation=fused,
             group=self.group,
+            **of_up,
         )
         h = sent.outputs
+        if isinstance(sent, MoeQuantisedDispatch):
+            of_down["h_scale"] = sent.scales
         if fused is None:
             gate, inner = h.chunk(2, dim=-1)
             h = (self.activation(gate) * inner).contiguous()
-        out = moe_gemm_combine(h, down, sent.handle, weights, group=self.group)
+        out = moe_gemm_combine(h, down, sent.handle, weights, group=self.group, **of_down)
         return out[:count].view(x.shape)
 
     def _weights(self) -> tuple[Tensor, Tensor]:
@@ -218,9 +278,38 @@ class ExpertParallelMLP(ShardedModule):
         trains = torch.is_grad_enabled() and (x.requires_grad or up.requires_grad)
         return is_silu and not trains and "silu_and_mul" in _activations(self.group)
 
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        each = self.num_experts // self._ranks
+        own = range(self._rank * each, (self._rank + 1) * each)
+        found = joined(state_dict, prefix, own, self.num_experts, transposed=self.transposed)
+        for name in _WEIGHTS if self._quantised else ():
+            key, parameter = prefix + name, getattr(self, name)
+            weight, scale = found.get(key), found.get(key + SCALE)
+            if isinstance(scale, Tensor):
+                found[key + SCALE] = scale.detach().float()  # checkpoints have others, as bfloat16
+            if not isinstance(weight, Tensor) or weight.dtype == _E4M3:
+                continue
+            if scale is not None or weight.dtype not in _FLOATS:
+                legal = f"{_E4M3} beside {name}{SCALE}; or 16 or 32 bits, without"
+                raise DtypeError(f"{key}.dtype", weight.dtype, legal)
+            part = self._part(name, weight.detach(), parameter)
+            if part.shape == parameter.shape:
+                found[key], found[key + SCALE] = quantised(part)
+        super()._load_from_state_dict(found, prefix, *arguments)
+
     def _part(self, name: str, whole: Tensor, parameter: Parameter) -> Tensor:
-        expected = (self.num_experts, *parameter.shape[1:])
-        return whole.chunk(self._ranks)[self._rank] if tuple(whole.shape) == expected else whole
+        if whole.dim() != parameter.dim():
+            return whole
+        own = whole.chunk(self._ranks)[self._rank] if len(whole) == self.num_experts else whole
+        if own.shape[1:] == parameter.shape[1:]:
+            return own
+        h, inner = self.hidden_size, self.intermediate_size
+        unpadded = {"gate_up_proj": (2 * inner, h), "down_proj": (h, inner)}.get(name, ())
+        if self._quantised and tuple(own.shape) == (len(parameter), *unpadded):
+            return padded(name, own, inner)
+        return whole
 
     def extra_repr(self) -> str:
         """Return the sizes of the whole layer and the number of ranks that share it."""

@@ -26,6 +26,7 @@ from torch.nn import Module, Parameter
 from torch.nn.functional import pad
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mkernel.errors import ArgumentError
 from mkernel.nn.experts import ExpertParallelMLP
 from mkernel.nn.styles import _local
 
@@ -102,7 +103,11 @@ class ExpertParallel(ParallelStyle):
         self.transposed = transposed
 
     def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
-        """Split the experts. ArgumentError: ranks cannot share them. NotInitialized."""
+        """Split the experts. ArgumentError: ranks cannot share them, or they are e4m3.
+        NotInitialized."""
+        if any(each.dtype == torch.float8_e4m3fn for each in module.parameters()):
+            legal = "experts in 16 or 32 bits; ExpertParallelMLP takes e4m3"
+            raise ArgumentError("module", f"{type(module).__name__} in e4m3", legal)
         made = ExpertParallelMLP.from_experts(module, transposed=self.transposed, group=device_mesh)
         for name, _ in list(made.named_parameters()):
             whole = _distributed(getattr(module, name), device_mesh, Shard(0))
