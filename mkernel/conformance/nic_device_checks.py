@@ -164,7 +164,7 @@ def _registration_fails(me: Rank) -> None:
 
 def _all(me: Rank) -> None:
     use_once(me, 0)
-    before = left_behind()
+    before = left_behind(me)
     for turn, case in enumerate(CASES):
         (_heals if case.heals else _breaks)(me, case)
         use_once(me, 1 + turn)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import signal
 import time
 from collections.abc import Sequence
@@ -37,8 +36,6 @@ from mkernel.topology.lanes import RankLanes, nic_schedule
 from mkernel.topology.model import Nic
 
 _KIB = 1 << 10
-OTHERS_S = 30.0
-"""The time for which other processes may have files of their own that nobody has mapped."""
 _NO_PORT = "mkernel-nonexistent"
 _NOWHERE = "/nonexistent/libmkernel-conformance.so"
 
@@ -349,43 +346,24 @@ def close(subject: NicSubject) -> None:
 # ---- what a session leaves and costs --------------------------------------------------------------
 
 
-def left_behind() -> dict[str, int]:
-    """Count what this process holds that a closed session must not."""
+def left_behind(me: Rank) -> dict[str, int]:
+    """Count what this process holds that a closed session must not, and the names in /dev/shm of files
+    that it held while it had a session. Other processes' files come and go there meanwhile."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
         "file descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "shared mappings": sum(line.split()[1].endswith("s") for line in maps),
-        "files in /dev/shm": len(shared_files()),
+        "files in /dev/shm": sum(file.inode() in me.held for file in os.scandir("/dev/shm")),
     }
-
-
-def shared_files() -> set[str]:
-    """List the names in /dev/shm, without those that only another process has mapped."""
-    names = set(os.listdir("/dev/shm"))
-    if not names:
-        return names
-    mine: set[str] = set()
-    theirs: set[str] = set()
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        mapped = mine if int(process) == os.getpid() else theirs
-        with suppress(OSError):  # ended, or another user's
-            maps = Path("/proc", process, "maps").read_text(errors="replace")
-            mapped.update(re.findall(r" /dev/shm/(\S+)", maps))
-    return names - (theirs - mine)
 
 
 def require_nothing_more(me: Rank, before: dict[str, int], since: str) -> None:
     """Raise CheckFailed if this process holds more than ``before`` soon after all was closed."""
     gc.collect()  # an error's traceback may be what still holds a session
     late = deadline(me.subject.timeout_s / 2)  # a joined thread leaves /proc a little later
-    while (after := left_behind()) != before and not late():
+    while (after := left_behind(me)) != before and not late():
         time.sleep(0.02)
-    files = "files in /dev/shm"
-    late = deadline(OTHERS_S)  # whose they are does not show where nobody has them mapped
-    while after[files] > before[files] and not late():
-        time.sleep(0.2)
-        after[files] = len(shared_files())
     for what, count in before.items():
         require(after[what] <= count, f"{after[what] - count} {what} more than before {since}")
 
@@ -407,7 +385,7 @@ def _reopen(me: Rank, turns: int) -> None:
     for turn in range(2):  # what is made once, lazily, is no leak
         use_once(me, turn)
     time.sleep(0.1)
-    before = left_behind()
+    before = left_behind(me)
     for turn in range(turns):
         use_once(me, turn)
     require_nothing_more(me, before, f"{turns} sessions were used and closed")

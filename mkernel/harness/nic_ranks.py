@@ -105,15 +105,35 @@ class Port:
         return _transport.pad_aborted(self.pad)
 
 
+def held_in_shm() -> set[int]:
+    """Return the inodes of the files in /dev/shm that this process has open or mapped, under whatever
+    name."""
+    device = os.stat("/dev/shm").st_dev
+    found = set()
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+        major, _, minor = (fields := line.split(maxsplit=5))[3].partition(":")
+        if os.makedev(int(major, 16), int(minor, 16)) == device:
+            found.add(int(fields[4]))
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the list itself
+            status = os.stat(f"/proc/self/fd/{fd}")
+            if status.st_dev == device:
+                found.add(status.st_ino)
+    return found
+
+
 _AFTER_FAILURE: list[Port] = []
 """Ports of checks that failed. Their memory stays until the process ends, because a session that broke
 its promises may still write to it."""
 
 
 class Rank:
-    """A check's own rank, as its body sees it."""
+    """A check's own rank, as its body sees it. ``held`` are the inodes of files in /dev/shm that this
+    process had open or mapped when a session had started or was about to be closed, but not before."""
 
     def __init__(self, subject: NicSubject, rank: int, size: int, pipe: Connection) -> None:
+        self.held: set[int] = set()
+        self._inherited = held_in_shm()
         self.subject = subject
         self.rank = rank
         self.size = size
@@ -148,6 +168,7 @@ class Rank:
             for peer in self.peers:
                 session.connect(peer, told[peer][self.rank])
             session.start(port.pad, ())
+            self._look()  # the caller may close the session
             self.exchange()
             self.share(port, 0, port.memory.address, nbytes)
             try:
@@ -157,7 +178,11 @@ class Rank:
                 raise
             self.exchange()
         finally:
+            self._look()
             session.close()
+
+    def _look(self) -> None:
+        self.held |= held_in_shm() - self._inherited
 
     def share(self, port: Port, region: int, address: int, nbytes: int) -> None:
         """Register a region and bind it to every peer's. Collective."""

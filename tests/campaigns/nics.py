@@ -188,7 +188,7 @@ def soak(me: Rank, seconds: float, seed: int, turns: int) -> dict[str, Any]:
         if base is not None:
             most = max(most, own_bytes() - base[0])
         elif time.monotonic() - start > seconds / 10 or counts["turns"] >= turns / 3:
-            base = own_bytes(), left_behind()
+            base = own_bytes(), left_behind(me)
     if base is None:
         raise CheckFailed(f"not one turn within {seconds / 10:g} s; give the soak more time")
     require_nothing_more(me, base[1], f"{counts['turns']} turns")
