@@ -5,40 +5,18 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import kept_ranks
 import pytest
 from device_buffers import takes_ranks
 from in_world import TOLD_S
+from kept_subject import OF_PROCESSES, Kept
 
-from mkernel.conformance.accelerator import AcceleratorSubject, accelerator_checks, bounded
+from mkernel.conformance.accelerator import AcceleratorSubject, accelerator_checks
 from mkernel.conformance.check import Check, run_check
 from mkernel.settings import load
 
 pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
 
 CHECKS = accelerator_checks()
-OF_PROCESSES = ("leaks", "two-worlds", "after-failure")
-"""Checks of what processes hold or go on with, which have new ones."""
-
-
-class Kept(AcceleratorSubject):
-    """The same with rank processes that are kept, but for checks in which ranks tell how they break."""
-
-    def launch(
-        self,
-        fn: Any,
-        *args: Any,
-        world: tuple[int, int],
-        timeout_s: float | None = None,
-        **told: Any,
-    ) -> list[Any]:
-        """As its parent's."""
-        if told:
-            return super().launch(fn, *args, world=world, timeout_s=timeout_s, **told)
-        return kept_ranks.run(
-            bounded, self.timeout_s if timeout_s is None else timeout_s, None, fn, *args,
-            nodes=world[0], ranks_per_node=world[1], accelerator=self.name,
-        )  # fmt: skip
 
 
 @functools.cache

@@ -1,0 +1,32 @@
+"""The accelerator that the conformance kit judges, in rank processes that are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kept_ranks
+
+from mkernel.conformance.accelerator import AcceleratorSubject, bounded
+
+OF_PROCESSES = ("leaks", "two-worlds", "after-failure")
+"""Checks of what processes hold or go on with, which have new ones."""
+
+
+class Kept(AcceleratorSubject):
+    """The same with rank processes that are kept, but for checks in which ranks tell how they break."""
+
+    def launch(
+        self,
+        fn: Any,
+        *args: Any,
+        world: tuple[int, int],
+        timeout_s: float | None = None,
+        **told: Any,
+    ) -> list[Any]:
+        """As its parent's."""
+        if told:
+            return super().launch(fn, *args, world=world, timeout_s=timeout_s, **told)
+        return kept_ranks.run(
+            bounded, self.timeout_s if timeout_s is None else timeout_s, None, fn, *args,
+            nodes=world[0], ranks_per_node=world[1], accelerator=self.name,
+        )  # fmt: skip
