@@ -8,8 +8,8 @@ import kept_ranks
 
 from mkernel.conformance.accelerator import AcceleratorSubject, bounded
 
-OF_PROCESSES = ("leaks", "two-worlds", "after-failure")
-"""Checks of what processes hold or go on with, which have new ones."""
+IN_NEW_PROCESSES = ("leaks", "two-worlds", "after-failure", "most-ranks")
+"""Checks of what processes hold or go on with, and one whose world no other has."""
 
 
 class Kept(AcceleratorSubject):

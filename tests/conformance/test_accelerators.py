@@ -4,7 +4,7 @@ wrap it. `make test-long` has the whole kit judge them."""
 from __future__ import annotations
 
 import pytest
-from kept_subject import OF_PROCESSES, Kept
+from kept_subject import IN_NEW_PROCESSES, Kept
 
 from mkernel.conformance.accelerator import AcceleratorSubject, accelerator_checks
 from mkernel.conformance.check import Check, run_check
@@ -17,8 +17,6 @@ SKIPPED = {
     "mkernel.conformance.faults:Fault": {"queued-calls", "chunk-invariance", "split-invariance"},
 }
 """Backend → checks of what it does not claim."""
-IN_NEW_PROCESSES = (*OF_PROCESSES, "most-ranks")
-"""Processes of a world that no other check has would be kept for nothing."""
 
 
 @pytest.mark.parametrize("backend", SKIPPED)

@@ -15,7 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kept_subject import IN_NEW_PROCESSES, Kept
 from once import once
+
+from mkernel.conformance.accelerator import AcceleratorSubject, accelerator_checks
+from mkernel.conformance.check import Check, run_check
 
 pytestmark = pytest.mark.multiprocess
 
@@ -80,10 +84,29 @@ def outcomes(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
     return {each["name"]: each["outcome"] for each in json.loads(done.stdout)["results"]}
 
 
-def test_the_tiny_accelerator_passes_the_kit(mkernel_cli: Cli) -> None:
-    found = outcomes(mkernel_cli("conformance", "--accelerator", "tiny", "--quick", "--json", "-"))
-    assert {name for name, outcome in found.items() if outcome == "skipped"} == NOT_CLAIMED_BY_TINY
-    assert len(found) > 2 * len(NOT_CLAIMED_BY_TINY)
+CHECKS = accelerator_checks()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=[check.name for check in CHECKS])
+def test_the_tiny_accelerator_passes_the_kit(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SOURCES / "tiny_accelerator")
+    kind = AcceleratorSubject if check.name in IN_NEW_PROCESSES else Kept
+    result = run_check(check, kind("tiny_accelerator:TinyAccelerator", quick=True))
+    expected = "skipped" if check.name in NOT_CLAIMED_BY_TINY else "passed"
+    assert result.outcome == expected, result.message
+
+
+def test_most_of_the_kit_judges_the_tiny_accelerator() -> None:
+    assert {check.name for check in CHECKS} > NOT_CLAIMED_BY_TINY
+    assert len(CHECKS) > 2 * len(NOT_CLAIMED_BY_TINY)
+
+
+def test_the_kit_judges_what_is_installed(mkernel_cli: Cli) -> None:
+    chosen = ("--check", "dtypes", "--check", "views", "--check", "replicas")
+    found = outcomes(
+        mkernel_cli("conformance", "--accelerator", "tiny", "--quick", "--json", "-", *chosen)
+    )
+    assert found == {"dtypes": "passed", "views": "passed", "replicas": "skipped"}
 
 
 def test_the_tiny_nic_passes_the_kit(mkernel_cli: Cli) -> None:

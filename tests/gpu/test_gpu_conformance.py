@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from device_buffers import takes_ranks
 from in_world import TOLD_S
-from kept_subject import OF_PROCESSES, Kept
+from kept_subject import IN_NEW_PROCESSES, Kept
 
 from mkernel.conformance.accelerator import AcceleratorSubject, accelerator_checks
 from mkernel.conformance.check import Check, run_check
@@ -40,7 +40,7 @@ def test_promise(check: Check, backend: str, monkeypatch: pytest.MonkeyPatch) ->
         pytest.skip("NCCL, which carries other ops than GEMMs, has no two ranks share a GPU")
     else:
         monkeypatch.setenv("MKERNEL_STREAMS_COPIES", str(int(way == "copies")))
-    kind = AcceleratorSubject if check.name in OF_PROCESSES else Kept
+    kind = AcceleratorSubject if check.name in IN_NEW_PROCESSES else Kept
     result: Any = run_check(check, subject(backend, kind))
     if result.outcome == "skipped":
         pytest.skip(result.message)
