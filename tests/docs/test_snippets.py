@@ -3,14 +3,16 @@
 A block of Python has a title, the name of its file. A block of console starts with a command behind
 ``$``, which runs in a folder with the page's files; the lines below it are what it prints, in any
 order, since ranks take turns. ``...`` stands for lines that differ from machine to machine.
-Programs for torchrun run in forked ranks; tests/torch/test_starters.py has torchrun itself. ``mkernel
-run`` makes one timed call instead of three.
+Programs for torchrun run in forked ranks; tests/torch/test_starters.py has torchrun itself. Programs of
+Python run in this process, whose ranks have imported what they need, but for README's. ``mkernel run``
+makes one timed call instead of three.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -96,7 +98,13 @@ def test_every_block_of_python_is_a_file_that_a_command_runs(page: Path) -> None
     ids=lambda value: name(value) if isinstance(value, Path) else None,
 )
 def test_a_command_prints_what_the_page_says(
-    page: Path, command: str, printed: list[str], tmp_path: Path, environment: dict[str, str]
+    page: Path,
+    command: str,
+    printed: list[str],
+    tmp_path: Path,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "user"
     folder.mkdir()
@@ -106,6 +114,13 @@ def test_a_command_prints_what_the_page_says(
         (folder / "examples").symlink_to(ROOT / "examples")
     if started := re.fullmatch(r"torchrun --nproc-per-node (\d+) (\S+)", command):
         code, said = forked_program.run(folder / started[2], ranks=int(started[1]))
+    elif page.name != "README.md" and (started := re.fullmatch(r"python (\S+)", command)):
+        monkeypatch.chdir(folder)
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        monkeypatch.setattr(sys, "argv", [started[1]])
+        runpy.run_path(str(folder / started[1]), run_name="__main__")
+        code, said = 0, "".join(capfd.readouterr())
     else:
         command = command.replace(
             "mkernel run ag_gemm", "mkernel run ag_gemm --warmup 0 --iterations 1"
