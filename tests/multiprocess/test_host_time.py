@@ -4,11 +4,12 @@ the bars that figures miss."""
 from __future__ import annotations
 
 import math
-import subprocess
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch.distributed import HashStore
@@ -16,14 +17,19 @@ from torch.distributed import HashStore
 BENCH = Path(__file__).parents[2] / "bench"
 
 
-def test_calls_that_do_nothing_are_timed() -> None:
-    done = subprocess.run(
-        [sys.executable, BENCH / "host_time.py", "--accelerator", "nothing", "--ranks", "1",
-         "--calls", "5", "--repeats", "2", "--shapes", "10"],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert "fused, 1 ranks" in done.stdout, done.stderr
-    lines = dict(line.strip().rsplit(maxsplit=1) for line in done.stdout.splitlines()[1:-1])
+def test_calls_that_do_nothing_are_timed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import host_time
+
+    given = "--accelerator nothing --ranks 1 --calls 5 --repeats 2 --shapes 10"
+    monkeypatch.setattr(sys, "argv", ["host_time.py", *given.split()])
+    with patch.dict(os.environ):  # which it changes
+        host_time.main()
+    said = capfd.readouterr().out
+    assert "fused, 1 ranks" in said
+    lines = dict(line.strip().rsplit(maxsplit=1) for line in said.splitlines()[1:-1])
     for op in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"):
         for where in ("", ", dim 1 of 1,", ", dim 1 of 4,"):
             for mode in ("known", "step", "compiled"):
