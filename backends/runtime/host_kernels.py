@@ -71,8 +71,8 @@ class Kernel:
     def wait(self, signal: int, peer: int, chunk: int = _NO_CHUNK, amount: int = 1) -> None:
         """Wait until this call has added ``amount`` to a signal of this rank; -1: until the calls
         before it have added all but one. Raises Ended at the deadline, or if the world is aborted."""
-        call = self.call
-        if call.view == "compute_only":
+        call, computes = self.call, self._waiter == _transport.Waiter.compute_kernel
+        if computes and call.view == "compute_only":  # puts still need areas that peers have read
             return
         value = max(0, _transport.pad_expected(call.pad, signal) + amount)
         self._check(

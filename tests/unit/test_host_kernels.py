@@ -1,16 +1,17 @@
-"""What kernels on threads of the host write to peers, and when they do not any more."""
+"""What kernels on threads of the host write to peers, when not any more, and what they wait for."""
 
 from __future__ import annotations
 
 import ctypes
 import time
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from mkernel.backends.contracts.memory import PeerMemory
-from mkernel.backends.runtime.host_kernels import Kernel
+from mkernel.backends.runtime.host_kernels import Ended, Kernel
 from mkernel.backends.transport import _transport
 
 SIGNALS = 8
@@ -51,3 +52,17 @@ def test_what_is_late_reaches_no_peer(begun_s: float, aborted: bool, reaches: bo
     kernel.tell(1, 3)
     assert there.value == (b"rows" if reaches else b"")
     assert _transport.pad_load(theirs.address, 3) == (2 if reaches else 0)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_call_that_only_computes_overwrites_nothing_that_a_peer_has_not_read(read: bool) -> None:
+    """Its data are used by nobody, but they go where those of the call before the last one lie."""
+    own, signal, peer = Pad(), 3, 1
+    _transport.pad_move_on(own.address, signal, 2)  # two calls have ended here
+    if read:
+        _transport.pad_add(own.address, signal, 1)
+    call: Any = Mock(rank=0, pad=own.address, view="compute_only", timeout_s=0.05, number=3)
+    call.plan.world_size = 2
+    Kernel(call, _transport.Waiter.compute_kernel).wait(signal, peer)
+    with nullcontext() if read else pytest.raises(Ended):
+        Kernel(call, _transport.Waiter.comm_kernel).wait(signal, peer, amount=-1)
