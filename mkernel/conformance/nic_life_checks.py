@@ -36,6 +36,8 @@ from mkernel.topology.lanes import RankLanes, nic_schedule
 from mkernel.topology.model import Nic
 
 _KIB = 1 << 10
+IDLE = 0.1
+"""The share of a core below which a session is idle."""
 _NO_PORT = "mkernel-nonexistent"
 _NOWHERE = "/nonexistent/libmkernel-conformance.so"
 
@@ -410,14 +412,22 @@ def _idle(me: Rank, seconds: float) -> None:
         port.session.put(me.peers[0], 0, 0, 32 * _KIB, 8, 0, 1)
         port.wait(0, 1, "the first put")
         time.sleep(0.2)
-        start, before = time.monotonic_ns(), _thread_times()
-        time.sleep(seconds)
-        elapsed, after = time.monotonic_ns() - start, _thread_times()
-        share = 0.0  # of a core, as if nobody else were on it
-        for task in before.keys() & after.keys():
-            run, waited = (after[task][i] - before[task][i] for i in (0, 1))
-            share += run / max(elapsed - waited, run, 1)
-        require(share < 0.1, f"an idle session uses {share:.0%} of a core, expected below 10%")
+        share = _used(seconds)
+        for _ in range(2):  # a virtual machine counts what its host took from it as the session's
+            share = share if share < IDLE else min(share, _used(seconds))
+        require(share < IDLE, f"an idle session uses {share:.0%} of a core, expected below 10%")
+
+
+def _used(seconds: float) -> float:
+    """Return the share of a core, as if nobody else were on it, that this process uses meanwhile."""
+    start, before = time.monotonic_ns(), _thread_times()
+    time.sleep(seconds)
+    elapsed, after = time.monotonic_ns() - start, _thread_times()
+    share = 0.0
+    for task in before.keys() & after.keys():
+        run, waited = (after[task][i] - before[task][i] for i in (0, 1))
+        share += run / max(elapsed - waited, run, 1)
+    return share
 
 
 def idle_cpu(subject: NicSubject) -> None:
