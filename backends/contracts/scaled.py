@@ -58,7 +58,7 @@ def quantised_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
     return values.flatten(1), scale.squeeze(2)
 
 
-_STEP = 4
+STEP = 4
 """The granularity that cuBLAS requires with block scales, in rows of A and in blocks of K of B's
 scales."""
 _BY_ROW_BLOCKS, _BY_BLOCKS, _PLAIN = 4, 5, 0
@@ -69,7 +69,7 @@ _BY_ROW_BLOCKS, _BY_BLOCKS, _PLAIN = 4, 5, 0
 def padded_blocks(scale: Tensor) -> Tensor:
     """Return scales of B [K / 128, N / 128] as :func:`block_product` takes them: K innermost, and
     padded."""
-    blocks, more = scale.t(), -len(scale) % _STEP
+    blocks, more = scale.t(), -len(scale) % STEP
     if more:
         blocks = torch.cat((blocks, blocks.new_ones((len(blocks), more))), 1)
     return blocks.contiguous().t()
@@ -78,7 +78,7 @@ def padded_blocks(scale: Tensor) -> Tensor:
 def block_product(a: Tensor, b: Tensor, scale: Tensor, padded: Tensor, out: Tensor) -> None:
     """Compute out = a @ b, rounded once, on a CUDA device that has such a product. ``scale``:
     scales of A [M, K / 128]; ``padded``: scales of B."""
-    rows, more = len(a), -len(a) % _STEP
+    rows, more = len(a), -len(a) % STEP
     whole = out
     if more:
         a, scale = _more_rows(a.view(torch.uint8), more).view(a.dtype), _more_rows(scale, more)

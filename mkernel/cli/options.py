@@ -12,6 +12,7 @@ import typer
 
 from mkernel.errors import ArgumentError
 from mkernel.plan import ops
+from mkernel.plan.arguments import SCALED_EXPERTS
 from mkernel.plan.model import E4M3, OpName, ScaleMode
 from mkernel.plan.shapes import GEMMS
 
@@ -52,7 +53,10 @@ Verbs = Annotated[
     ),
 ]
 Scaling = Annotated[
-    str | None, typer.Option(help="Scale float8_e4m3 inputs by tensor, row or block. [row]")
+    str | None,
+    typer.Option(
+        help="Scale float8_e4m3 inputs by tensor, row or block; MoE: by block. [row; MoE: block]"
+    ),
 ]
 FastAccum = Annotated[
     bool,
@@ -101,8 +105,8 @@ _MODES: tuple[ScaleMode, ...] = get_args(ScaleMode)
 def scales_of(
     dtype: str | None, scales: str | None, *ops: OpName, fast: bool = False
 ) -> ScaleMode | None:
-    """Return the mode of e4m3 inputs, by default by rows; None: the inputs have another dtype.
-    ArgumentError.
+    """Return the mode of e4m3 inputs, by default by rows, beside experts by blocks; None: the inputs
+    have another dtype. ArgumentError.
 
     ``fast``: ``--fast-accum`` was given, which other inputs do not support.
     """
@@ -112,11 +116,16 @@ def scales_of(
                 raise ArgumentError(option, given, f"nothing, or --dtype {NAMES[0]} beside it")
         return None
     for op in ops:
-        if op not in GEMMS:
+        if op not in GEMMS and op not in SCALED_EXPERTS:
             raise ArgumentError("--dtype", dtype, f"another one: {op} takes no e4m3 inputs here")
-    found = scales or "row"
+    experts = [op for op in ops if op in SCALED_EXPERTS]
+    found = scales or ("block" if experts else "row")
     if found not in _MODES:
         raise ArgumentError("--scales", repr(scales), f"one of: {', '.join(_MODES)}")
+    if experts and found != "block":
+        raise ArgumentError("--scales", scales, f"block: {experts[0]} has no other scales")
+    if experts and fast:
+        raise ArgumentError("--fast-accum", fast, f"nothing: sums of {experts[0]} are float32")
     return found
 
 

@@ -79,7 +79,8 @@ def command(  # one option a parameter: this is the command line
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Give the inputs this dtype; of a GEMM also float8_e4m3, with scales. [float16]"
+            help="Give the inputs this dtype; of ops that multiply also float8_e4m3, with scales. "
+            "[float16]"
         ),
     ] = None,
     scales: Scaling = None,

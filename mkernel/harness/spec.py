@@ -161,14 +161,14 @@ class BenchSpec(Model):
         norm = {"norm": "residual"} if self.norm else {}
         if shape.op == "all_reduce":
             return norm
+        scales = {} if self.scales is None else {"scales": self.scales}
         if not shape.op.startswith("moe"):
-            scales = {} if self.scales is None else {"scales": self.scales}
             fast = {"use_fast_accum": True} if self.fast_accum else {}
             summed = norm if shape.op == "gemm_all_reduce" else {}
             return {"replicate_b": False} | scales | fast | summed
         rows = shape.sizes["tokens"] * shape.sizes["top_k"]
         most = rows * ranks if self.routing == "zipf" else rows * 5 // 4 + SPARE_ROWS
-        found: dict[str, Any] = {"routing": self.routing}
+        found: dict[str, Any] = {"routing": self.routing} | scales
         return found | {"capacity": min(most, rows * ranks)} if self.capacity else found
 
     def job(self, ranks: int) -> Job:

@@ -172,6 +172,23 @@ def test_every_op_on_streams(tmp_path: Path, op: str) -> None:
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("scales", [[], ["--scales", "block"]])
+@pytest.mark.parametrize("op", ["moe_dispatch_gemm", "moe_gemm_combine"])
+def test_experts_in_e4m3_on_streams(op: str, scales: list[str]) -> None:
+    sizes = ["--tokens", "33", "--hidden", "256", "--features", "128", "--experts", "4"]
+    done = mkernel("run", op, *STREAMS, *sizes, "--top-k", "2", "--routing", "padded", "--json",
+                   "--dtype", "float8_e4m3", *scales)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"]
+    assert report["plan"]["scales"]["mode"] == "block"
+    assert report["plan"]["dtype"] == "float8_e4m3fn"
+    checked = report["verification"]["by_output"]
+    assert set(checked) == FILED[op]
+    for name in checked.keys() - {"counts"}:
+        assert 0 < checked[name]["error"] <= checked[name]["tolerance"] == 3e-3, name
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
@@ -319,6 +336,14 @@ def refused(*arguments: str) -> str:
         (["ring_attention", "--out-dtype", "float32"], ["--out-dtype"]),
         (["ag_gemm", "--scale", "1"], ["--scale", "ring_attention"]),
         (["ag_gemm", "--routing", "uniform"], ["--routing", "MoE"]),
+        (["moe_combine", "--dtype", "float8_e4m3"], ["--dtype", "moe_combine takes no e4m3"]),
+        (["dispatch_gemm", "--dtype", "float8_e4m3", "--scales", "tensor"],
+         ["--scales", "block: moe_dispatch_gemm"]),
+        (["gemm_combine", "--dtype", "float8_e4m3", "--fast-accum"], ["--fast-accum", "float32"]),
+        (["dispatch_gemm", "--accelerator", "streams", "--dtype", "float8_e4m3", "--hidden", "200"],
+         ["hidden = 200", "a multiple of 128"]),
+        (["dispatch_gemm", *ASCEND, "--dtype", "float8_e4m3"],
+         ["ascend", "of e4m3 operands none in moe_dispatch_gemm"]),
         (["dispatch_gemm", "--routing", "nearest"], ["--routing", "nearest", "one_expert"]),
         (["ag_gemm", "--layout", "diagonal"], ["--layout", "diagonal", "row, column"]),
         (["ag_gemm", "--input", "x.safetensors", "--m", "64"], ["--m", "--input"]),

@@ -1,5 +1,6 @@
 """Peers of products of experts that `mkernel bench` on CPU ranks does not run: DeepEP, for which a
-stand-in exchanges by torch.distributed, and products alone where libraries are barred."""
+stand-in exchanges by torch.distributed, products alone where libraries are barred, and e4m3 experts,
+whose product by torch a stand-in computes."""
 
 from __future__ import annotations
 
@@ -12,17 +13,20 @@ import torch
 from torch import Tensor, distributed
 
 import mkernel
+from mkernel.backends.contracts.scaled import dequantised
 from mkernel.cases import case_of
-from mkernel.harness.contenders import Contender
+from mkernel.harness.contenders import Contender, experts
 from mkernel.harness.contenders.collectives import all_gather
 from mkernel.harness.contenders.deep_ep import DeepEp
-from mkernel.harness.contenders.library import Gemm
+from mkernel.harness.contenders.experts import GatheredExperts
+from mkernel.harness.contenders.library import Gemm, GlooMatmul
 from mkernel.harness.problem import Inputs, Problem
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
 OPS = ("moe_dispatch_gemm", "moe_gemm_combine", "moe_layer")
 SIZES = {"tokens": 60, "hidden": 64, "features": 128, "experts": 4, "top_k": 2}
+SCALED_SIZES = {"tokens": 61, "hidden": 384, "features": 128, "experts": 6, "top_k": 2}
 
 
 def gathered(share: Tensor) -> Tensor:
@@ -93,6 +97,8 @@ def wrong(kind: type[Contender], op: str, options: dict[str, Any], **where: Any)
     """What is wrong with two turns of a peer, in the memory of the first."""
     world = mkernel.world()
     case = case_of(op)(SIZES, "bfloat16", "bfloat16", options=options)
+    if "scales" in options:
+        case = case.with_(sizes=SCALED_SIZES, dtype="float8_e4m3fn", layout="column")
     problem = Problem(case, world.rank, world.size, torch.device("cpu"), **where)
     peer, inputs, found = kind(problem), Inputs(), []
     for turn in (3, 4):
@@ -141,3 +147,47 @@ def test_deep_ep_is_right_and_shifted_tokens_are_seen(op: str) -> None:
 def test_products_alone_are_timed_where_libraries_are_barred(op: str) -> None:
     """So that overlap between nodes has a T_c."""
     assert mkernel.launch(errors_alone, op, ranks_per_node=2, accelerator="streams") == [[], []]
+
+
+def block_product(a: Tensor, b: Tensor, scale: Tensor, padded: Tensor, out: Tensor) -> None:
+    """As torch's on a CUDA device, in float32."""
+    assert padded.shape[0] % 4 == 0
+    assert padded.t().is_contiguous()
+    assert b.t().is_contiguous()
+    of_b = padded[: len(b) // 128]
+    out.copy_(dequantised(a, scale) @ dequantised(b, of_b))
+
+
+class ScalesOfOtherTokens(GatheredExperts):
+    name = "scales_of_other_tokens"
+
+    def call(self, inputs: Inputs, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        name = "x_scale" if self.op == "moe_dispatch_gemm" else "rows_scale"
+        return super().call({**inputs, name: inputs[name].roll(1, 0)}, outputs)
+
+
+class ScalesOfOtherExperts(GlooMatmul):
+    name = "scales_of_other_experts"
+
+    def call(self, inputs: Inputs, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        name = "w_blocks" if self.op == "moe_dispatch_gemm" else "w2_blocks"
+        rolled = inputs[name].transpose(1, 2).roll(1, 0).transpose(1, 2)
+        return super().call({**inputs, name: rolled}, outputs)
+
+
+def scaled_errors(kind: type[Contender], op: str) -> list[str]:
+    options: dict[str, Any] = {"scales": "block", "routing": "zipf"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "block_product", block_product)
+        found = wrong(kind, op, options)
+        return found if found else wrong(kind, op, {**options, "capacity": 244})
+
+
+@pytest.mark.parametrize("op", OPS[:2])
+@pytest.mark.parametrize(
+    "kind", [GlooMatmul, GatheredExperts, Gemm, ScalesOfOtherTokens, ScalesOfOtherExperts]
+)
+def test_peers_with_e4m3_experts(kind: type[Contender], op: str) -> None:
+    """Rows, their scales and their experts' belong together; what is behind an expert's rows is not."""
+    found = mkernel.launch(scaled_errors, kind, op, ranks_per_node=2, accelerator="streams")
+    assert [bool(each) for each in found] == [kind.name.startswith("scales_of")] * 2, found

@@ -150,6 +150,7 @@ VENDORS_ALLOWED = {
     "mkernel/harness/conditions.py": {"nccl", "nvls"},
     "mkernel/harness/contenders/__init__.py": {"nccl"},
     "mkernel/harness/contenders/library.py": {"cuda", "nccl"},
+    "mkernel/harness/contenders/products.py": {"cuda"},
     "mkernel/harness/modelled.py": {"ascend"},
     "mkernel/harness/numbers.py": {"cuda", "nccl"},
     "mkernel/harness/plot.py": {"nccl"},

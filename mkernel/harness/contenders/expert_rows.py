@@ -19,6 +19,8 @@ def copied(
 
     ``count`` [1]: how many rows are wanted. On a device the others are left as they are.
     """
+    if tokens.dtype == torch.float8_e4m3fn:
+        return copied(tokens.view(torch.int16), places, count, top_k).view(tokens.dtype)
     kernels = _kernels(tokens)
     if kernels is None:
         return tokens[places // top_k]

@@ -1,7 +1,8 @@
 """MoE by torch and torch.distributed alone: exchange, product, exchange; or gathers of all tokens.
 
 These are the peers of the ops that no library fuses. Their results have the order that the ops'
-documentation promises, so that the same reference judges them.
+documentation promises, so that the same reference judges them. Rows in e4m3 travel as such, and so do
+their scales; results travel in bfloat16.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 from torch import distributed
 
+from mkernel.backends.contracts.scaled import STEP, block_product, padded_blocks
 from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.errors import Unsupported
 from mkernel.harness.contenders import EXPERTS, Contender, expert_rows, widened
 from mkernel.harness.contenders.collectives import all_gather, reduce_scatter
+from mkernel.harness.contenders.products import scales_without_product
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.world.order import capturing
 
@@ -24,6 +27,8 @@ def padded(rows: torch.Tensor, capacity: int | None) -> torch.Tensor:
     """Return as many rows as the capacity says, those at the end being zero."""
     if capacity is None:
         return rows
+    if rows.dtype == torch.float8_e4m3fn:  # which torch does not pad
+        return padded(rows.view(torch.uint8), capacity).view(rows.dtype)
     return torch.nn.functional.pad(rows, (0, 0, 0, capacity - len(rows)))
 
 
@@ -62,6 +67,41 @@ def products(rows: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> torch
     return torch.cat([*done, rows.new_empty(len(rows) - sum(sizes), w.shape[2])])
 
 
+def keep_scales(held: Inputs, capacity: int | None = None) -> None:
+    """Keep the scales of e4m3 experts, where there are some, as their products take them: those of
+    given rows beside ``rows``, and those of weights as users lay them out once."""
+    if "h_scale" in held:
+        kept(held, "rows_scale", padded(held["h_scale"], capacity))
+    for name in ("w", "w2"):
+        if f"{name}_scale" in held:
+            blocks = [padded_blocks(each).t() for each in held[f"{name}_scale"]]
+            kept(held, f"{name}_blocks", torch.stack(blocks).transpose(1, 2))
+
+
+def of_experts(
+    inputs: Inputs, name: str, rows: torch.Tensor, scale: torch.Tensor | None, counts: torch.Tensor
+) -> torch.Tensor:
+    """Multiply rows, e4m3 ones beside their scales [rows, K / 128], by the weights of that name, as
+    :func:`products` does.
+
+    torch's grouped product takes no float32 scales by blocks, so that e4m3 operands have a product an
+    expert, and results in bfloat16. It takes rows in fours: those that are the next expert's get their
+    own results by the next product.
+    """
+    w = inputs[name]
+    if scale is None:
+        return products(rows, w, counts)
+    _refuse_capture(rows, "products of unknown sizes")
+    out = rows.new_empty((len(rows), w.shape[2]), dtype=torch.bfloat16)
+    first = 0
+    for count, one, blocks in zip(counts.tolist(), w, inputs[f"{name}_blocks"], strict=True):
+        if count:
+            these = slice(first, first + count + -count % STEP)
+            block_product(rows[these], one, scale[these], blocks, out[these])
+        first += count
+    return out
+
+
 def gated_products(
     rows: torch.Tensor, w: torch.Tensor, w2: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
@@ -81,10 +121,13 @@ class Exchanged:
 
     def __init__(self, problem: Problem, topk_ids: torch.Tensor) -> None:
         _refuse_capture(topk_ids, "rows for every rank")
-        self._tokens, self._top_k = topk_ids.shape
+        self._top_k = topk_ids.shape[1]
         world, own = problem.world, problem.case.sizes["experts"] // problem.world
         ids = topk_ids.reshape(-1).long()
         self._order = ids.argsort(stable=True)
+        places = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+        self._home = torch.empty_like(places).scatter_(0, self._order, places)
+        self._all = torch.full_like(places[:1], len(ids))
         sent = torch.bincount(ids, minlength=world * own)
         received = torch.empty_like(sent)
         distributed.all_to_all_single(received, sent)
@@ -96,8 +139,8 @@ class Exchanged:
 
     def send(self, x: torch.Tensor) -> torch.Tensor:
         """Send tokens to the ranks of their experts; return rows by expert, source, token and slot."""
-        rows = x[self._order // self._top_k]
-        return _exchanged(rows, self._sent, self._received)[self._by_expert]
+        rows = _plain(x)[self._order // self._top_k]
+        return _exchanged(rows, self._sent, self._received)[self._by_expert].view(x.dtype)
 
     def bring_home(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Send rows back to their tokens; add them up weighted, in float32, rounded once."""
@@ -105,10 +148,12 @@ class Exchanged:
         arrived = torch.empty_like(rows[: len(self._by_expert)])
         arrived[self._by_expert] = rows[: len(self._by_expert)]
         home = _exchanged(arrived, self._received, self._sent)
-        slots = torch.empty_like(home)
-        slots[self._order] = home
-        each = slots.view(self._tokens, self._top_k, -1).float()
-        return each.mul_(weights.float()[..., None]).sum(1).to(rows.dtype)
+        return expert_rows.summed(home, weights, self._home, self._all)
+
+
+def _plain(rows: torch.Tensor) -> torch.Tensor:
+    """Return e4m3 rows as bytes: not every library, nor every index, takes the dtype."""
+    return rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
 
 
 def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
@@ -123,7 +168,10 @@ def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int]) -> torc
 def dispatch(problem: Problem, inputs: Inputs) -> Tensors:
     """Exchange every copy of a token by an all-to-all, and multiply."""
     routing = Exchanged(problem, inputs["topk_ids"])
-    rows = products(routing.send(inputs["x"]), inputs["w"], routing.counts)
+    rows, scale = routing.send(inputs["x"]), None
+    if "x_scale" in inputs:
+        scale = routing.send(inputs["x_scale"])
+    rows = of_experts(inputs, "w", rows, scale, routing.counts)
     return {"outputs": rows, "counts": routing.counts}
 
 
@@ -135,7 +183,7 @@ def combine(problem: Problem, inputs: Inputs) -> Tensors:
 def gemm_combine(problem: Problem, inputs: Inputs) -> Tensors:
     """Multiply, then combine, with the routing that is known before."""
     routing: Exchanged = inputs["routing"]
-    rows = products(inputs["h"], inputs["w2"], routing.counts)
+    rows = of_experts(inputs, "w2", inputs["h"], inputs.get("h_scale"), routing.counts)
     return {"out": routing.bring_home(rows, inputs["topk_weights"])}
 
 
@@ -201,7 +249,7 @@ def gathered(share: torch.Tensor, world: int) -> torch.Tensor:
 def gathering(share: torch.Tensor, world: int) -> tuple[torch.Tensor, Any]:
     """Start to gather all ranks' rows; return their memory, and what to wait for before it is read."""
     whole = share.new_empty(world * share.shape[0], *share.shape[1:])
-    return whole, all_gather(whole, share.contiguous(), async_op=True)
+    return whole, all_gather(_plain(whole), _plain(share.contiguous()), async_op=True)
 
 
 class ExpertPeer(Contender):
@@ -235,11 +283,17 @@ class ExpertPeer(Contender):
 class GatheredExperts(ExpertPeer):
     """A peer that sends all tokens to all ranks, each of which takes the rows of its experts: a
     gather, a copy and a grouped product. Results come home as sums of ranks, by a reduce-scatter.
-    Gathers overlap with what does not need them."""
+    Gathers overlap with what does not need them. Experts in e4m3 have a product each, not a grouped
+    one."""
 
     name = "gather+grouped"
 
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        return super().unusable(problem) or scales_without_product(problem)
+
     def before(self, inputs: Inputs) -> None:
+        keep_scales(inputs, self.capacity)
         if self.op == "moe_gemm_combine":
             ids = gathered(inputs["topk_ids"], self.problem.world)
             self.keep(inputs, Gathered(self.problem, ids, self.capacity))
@@ -248,18 +302,25 @@ class GatheredExperts(ExpertPeer):
         world = self.problem.world
         if self.op == "moe_gemm_combine":
             weights, coming = gathering(inputs["topk_weights"], world)
-            rows = products(inputs["rows"], inputs["w2"], inputs["counts"])
+            scale = inputs.get("rows_scale")
+            rows = of_experts(inputs, "w2", inputs["rows"], scale, inputs["counts"])
             coming.wait()
             return self._brought_home(
                 expert_rows.summed(rows, weights, inputs["home"], inputs["count"])
             )
         ids, coming_first = gathering(inputs["topk_ids"], world)
         tokens, coming = gathering(inputs["x"], world)  # while ids are sorted
+        scales, scale = None, None
+        if "x_scale" in inputs:
+            scales, coming_last = gathering(inputs["x_scale"], world)
         coming_first.wait()
         routing = Gathered(self.problem, ids, self.capacity)
         coming.wait()
+        if scales is not None:
+            coming_last.wait()
+            scale = routing.copied(scales)
         if self.op == "moe_dispatch_gemm":
-            rows = products(routing.copied(tokens), inputs["w"], routing.counts)
+            rows = of_experts(inputs, "w", routing.copied(tokens), scale, routing.counts)
             return {"outputs": rows, "counts": routing.counts}
         weights, coming = gathering(inputs["topk_weights"], world)
         rows = gated_products(routing.copied(tokens), inputs["w"], inputs["w2"], routing.counts)

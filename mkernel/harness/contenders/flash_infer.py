@@ -17,8 +17,8 @@ import torch
 from torch import distributed
 
 from mkernel.harness.contenders import SUMS, Contender
-from mkernel.harness.contenders.library import product, scales_without_product
 from mkernel.harness.contenders.norm import has_norm
+from mkernel.harness.contenders.products import product, scales_without_product
 from mkernel.harness.contenders.symm_mem import unusable
 from mkernel.harness.problem import Inputs, Problem, Tensors
 

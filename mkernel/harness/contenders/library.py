@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import distributed
 
-from mkernel.backends.contracts.scaled import block_product, padded_blocks
 from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.harness.contenders import (
     ATTENTION_BACKWARD,
+    EXPERTS,
     NO_ROUNDING,
     SUMS,
     Contender,
@@ -20,37 +20,12 @@ from mkernel.harness.contenders import (
 from mkernel.harness.contenders.collectives import all_gather, collective
 from mkernel.harness.contenders.experts import kept, padded
 from mkernel.harness.contenders.norm import AddAndNorm
+from mkernel.harness.contenders.products import product, scales_without_product
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 from mkernel.plan.arguments import scale_sizes
 from mkernel.plan.model import ScaleMode
 from mkernel.plan.ops import COMPANIONS
-
-
-def product(a: torch.Tensor, inputs: Inputs, out: torch.Tensor, *, fast: bool) -> None:
-    """Compute out = a @ b of the inputs, by torch; of e4m3 ones with their scales, and with
-    ``use_fast_accum`` where ``fast``."""
-    if "a_scale" not in inputs:
-        torch.matmul(a, inputs["b"], out=out)
-        return
-    of_a, of_b = inputs["a_scale"], inputs["b_scale"]
-    if of_b.numel() > 1 and of_b.shape != (1, out.shape[1]):  # by blocks
-        block_product(a, inputs["b"], of_a, padded_blocks(of_b), out)
-        return
-    if len(of_a) > 1 and of_b.numel() == 1:  # ranks' single scales, by rows
-        of_b = of_b.expand(1, out.shape[1]).contiguous()
-    torch._scaled_mm(
-        a, inputs["b"], scale_a=of_a, scale_b=of_b.flatten()[None], out_dtype=out.dtype,
-        use_fast_accum=fast, out=out,
-    )  # fmt: skip
-
-
-def scales_without_product(problem: Problem) -> str | None:
-    """Return why there is no product of torch's for the problem, or None."""
-    if problem.case.options.get("scales") != "block" or problem.device.type == "cuda":
-        return None
-    return "torch has no product with scales by blocks here"
-
 
 _LIBRARIES: Mapping[str, Callable[[Problem, Inputs], Tensors]] = {
     **attention.CALLS,
@@ -103,6 +78,8 @@ class Gemm(Contender):
             if self.op == ATTENTION_BACKWARD:
                 attention.forward(self.problem, inputs)
         elif self.op not in GEMMS:
+            capacity: int | None = self.problem.case.options.get("capacity")
+            experts.keep_scales(inputs, capacity)
             device = self.problem.device
             routing = experts.Exchanged(self.problem, self._exchangeable(inputs["topk_ids"]))
             inputs["routing"] = routing
@@ -111,7 +88,10 @@ class Gemm(Contender):
                 rows = inputs["h"]
             else:
                 rows = routing.send(self._exchangeable(inputs["x"])).to(device)
-            kept(inputs, "rows", padded(rows, self.problem.case.options.get("capacity")))
+            kept(inputs, "rows", padded(rows, capacity))
+            if "x_scale" in inputs and self.op == "moe_dispatch_gemm":
+                scale = routing.send(self._exchangeable(inputs["x_scale"])).to(device)
+                kept(inputs, "rows_scale", padded(scale, capacity))
 
     def _exchangeable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what the process group takes: where libraries are barred it is gloo's, of tensors on
@@ -127,8 +107,8 @@ class Gemm(Contender):
         rows, counts = inputs["rows"], inputs["counts"]
         if self.op == MOE_LAYER:
             return {"rows": experts.gated_products(rows, inputs["w"], inputs["w2"], counts)}
-        w = inputs["w" if self.op == "moe_dispatch_gemm" else "w2"]
-        return {"rows": experts.products(rows, w, counts)}
+        name, scale = "w" if self.op == "moe_dispatch_gemm" else "w2", inputs.get("rows_scale")
+        return {"rows": experts.of_experts(inputs, name, rows, scale, counts)}
 
     def judged(self, results: Tensors, inputs: Inputs) -> Tensors:
         if self.op in GEMMS:
@@ -191,6 +171,8 @@ class Sequential(Contender):
         return super().unusable(problem) or scales_without_product(problem)
 
     def before(self, inputs: Inputs) -> None:
+        if self.op in EXPERTS:
+            experts.keep_scales(inputs)
         if self.op in COMPANIONS:
             inputs["routing"] = experts.Exchanged(self.problem, inputs["topk_ids"])
         if self.op == ATTENTION_BACKWARD:

@@ -61,13 +61,19 @@ class Mkernel(Contender):
                 kept(inputs, name, each)
         if self.op not in COMPANIONS:
             return
-        sent = mkernel.moe_dispatch_gemm(
-            inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity
-        )
+        sent = self._sent(inputs)
         names = ("handle.counts", "handle.routing")
         inputs["handle"] = type(sent.handle)(*map(partial(kept, inputs), names, sent.handle))
         rows = "y" if self.op == "moe_combine" else "h"
         kept(inputs, "rows", padded(inputs[rows], self._capacity))
+        if "h_scale" in inputs:
+            kept(inputs, "rows_scale", padded(inputs["h_scale"], self._capacity))
+
+    def _sent(self, inputs: Inputs) -> mkernel.MoeDispatch:
+        return mkernel.moe_dispatch_gemm(
+            inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity,
+            x_scale=inputs.get("x_scale"), w_scale=inputs.get("w_scale"),
+        )  # fmt: skip
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         if self._gemm is not None and not self._normed:
@@ -85,16 +91,15 @@ class Mkernel(Contender):
 
     def _of_experts(self, inputs: Inputs) -> Tensors:
         if self.op == "moe_dispatch_gemm":
-            rows, counts, _ = mkernel.moe_dispatch_gemm(
-                inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity
-            )
+            rows, counts, _ = self._sent(inputs)
             return {"outputs": rows, "counts": counts}
         if self.op == MOE_LAYER:
             return self._layer(inputs)
         rows, handle, weights = inputs["rows"], inputs["handle"], inputs["topk_weights"]
         if self.op == "moe_combine":
             return {"out": mkernel.moe_combine(rows, handle, weights)}
-        return {"out": mkernel.moe_gemm_combine(rows, inputs["w2"], handle, weights)}
+        scales = _of_home(inputs)
+        return {"out": mkernel.moe_gemm_combine(rows, inputs["w2"], handle, weights, **scales)}
 
     def _layer(self, inputs: Inputs) -> Tensors:
         sent = mkernel.moe_dispatch_gemm(
@@ -140,6 +145,11 @@ class Mkernel(Contender):
 
     def close(self) -> None:
         mkernel.synchronize()  # raises what the device found of the last calls
+
+
+def _of_home(inputs: Inputs) -> dict[str, Any]:
+    """Return the scales that GEMM+combine takes."""
+    return {"h_scale": inputs.get("rows_scale"), "w2_scale": inputs.get("w2_scale")}
 
 
 class InView(Contender):
@@ -280,12 +290,14 @@ class MkernelSequential(Mkernel):
         if self.op == "moe_dispatch_gemm":
             done = moe.dispatch(
                 inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity,
-                view="sequential",
+                x_scale=inputs.get("x_scale"), w_scale=inputs.get("w_scale"), view="sequential",
             )  # fmt: skip
             return {name: done.outputs[name] for name in DISPATCHED}
         if self.op == "moe_gemm_combine":
             rows, handle, weights = inputs["rows"], inputs["handle"], inputs["topk_weights"]
-            done = gemm_combine(rows, inputs["w2"], handle, weights, view="sequential")
+            done = gemm_combine(
+                rows, inputs["w2"], handle, weights, view="sequential", **_of_home(inputs)
+            )
             return {"out": done.outputs["out"]}
         op: Any = import_module(f"mkernel.ops.{self.op}").OP
         scaled = None

@@ -20,11 +20,10 @@ from mkernel.harness.contenders import NO_ROUNDING, SUMS, Contender
 from mkernel.harness.contenders.library import (
     PartAlone,
     place_rows,
-    product,
-    scales_without_product,
     summed_rows,
 )
 from mkernel.harness.contenders.norm import AddAndNorm
+from mkernel.harness.contenders.products import product, scales_without_product
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 
