@@ -414,7 +414,7 @@ class HomeCase(MoeCase):
         sizes_only: bool = False,
     ) -> torch.Tensor:
         """Add up the weighted results of each token; ``sizes_only``: their absolute values."""
-        x, weights = self._x(rank, iteration), self._weights(rank, iteration).float().double()
+        x, weights = self._wide_x(rank, iteration), self._weights(rank, iteration).float().double()
         columns = onto and onto(self._hidden())
         place = torch.full((len(weights),), -1, device=self.device)  # in out, of each token there
         at = rows(len(weights))

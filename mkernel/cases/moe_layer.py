@@ -9,13 +9,14 @@ import math
 
 import torch
 
+from mkernel.backends.contracts.scaled import dequantised, quantised_blocks
 from mkernel.cases.base import NOWHERE, Outcome, Tensors, times
-from mkernel.cases.moe import HomeCase, RankIteration, Wanted, gated
-from mkernel.ops import moe, moe_gemm_combine
+from mkernel.cases.moe import HomeCase, RankIteration, Wanted, dispatched, gated, wide
+from mkernel.ops import moe_gemm_combine
 from mkernel.ops.common import Execution
 
 OP = "moe_layer"
-_W, _W2 = 7, 8  # after the tensors of the other cases
+_W, _W2, _W2_SCALE = 7, 8, 13  # after the tensors of the other cases
 _ROUNDINGS = 2  # of what comes between the products, and of out
 
 
@@ -25,6 +26,9 @@ class MoeLayerCase(HomeCase):
     Weights have columns of unit norm, so that nothing overflows float16. The reference rounds nothing.
     What comes between the products is rounded once, and so is ``out``: two errors of the size of one
     rounding. What travels in 16 bits counts as in GEMM+combine, whose tolerance has room for it.
+
+    With scales, what comes between is quantised to e4m3, by the reference too: few float32 sums of an
+    op fall on the other side of a step. Weights are then as drawn, and their scales keep results small.
     """
 
     op = OP
@@ -40,7 +44,18 @@ class MoeLayerCase(HomeCase):
             "topk_weights": self._weights(rank, iteration),
             "w": self._laid_out(self._gate_up(of, into.get("w"))),
             "w2": self._laid_out(self._down(of, into.get("w2"))),
+            **self._dispatch_scales(*of),
+            **self._down_scales(of),
         }
+
+    def _columns(self) -> int:
+        return 2 * self._features()
+
+    def _down_scales(self, of: RankIteration) -> dict[str, torch.Tensor]:
+        rank, world_size, iteration = of
+        sizes = self.sizes["experts"] // world_size, self._features(), self._hidden()
+        found = self.scales_of((iteration, _W2_SCALE, rank), *sizes)
+        return {"w2_scale": found[0]} if found else {}
 
     def _gate_up(self, of: RankIteration, into: torch.Tensor | None = None) -> torch.Tensor:
         return self._experts(_W, of, (self._hidden(), 2 * self._features()), into)
@@ -55,18 +70,23 @@ class MoeLayerCase(HomeCase):
         into = into if self.layout == "row" else None
         whole = (self.sizes["experts"] // world_size, *shape)
         drawn = self.normal(iteration, which, rank, *whole, into=into)
-        return drawn.mul_(shape[0] ** -0.5)
+        return drawn if self._scaled else drawn.mul_(shape[0] ** -0.5)
+
+    @property
+    def _scaled(self) -> bool:
+        return self.options.get("scales") is not None
 
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
         """Make both calls; plan and record are the dispatch's, what came ``then`` is the combine's."""
-        sent = moe.dispatch(
-            tensors["x"], tensors["topk_ids"], tensors["w"], activation="silu_and_mul", **execution
-        )
+        between = torch.float8_e4m3fn if self._scaled else None
+        sent = dispatched(tensors, activation="silu_and_mul", out_dtype=between, **execution)
         home = moe_gemm_combine.gemm_combine(
             sent.outputs["outputs"],
             tensors["w2"],
             sent.outputs["handle"],
             tensors["topk_weights"],
+            h_scale=sent.outputs.get("scales"),
+            w2_scale=tensors.get("w2_scale"),
             out_dtype=getattr(torch, self.out_dtype),
             **execution,
         )
@@ -75,10 +95,13 @@ class MoeLayerCase(HomeCase):
     def made(self, rows: Wanted, columns: torch.Tensor | None) -> torch.Tensor:
         width = self._hidden() if columns is None else columns.shape[1]
         y = torch.empty(len(rows.x), width, device=self.device, dtype=torch.float64)
-        up, down = (each(rows.of) for each in (self._gate_up, self._down))
+        up = wide(self._gate_up(rows.of), self._dispatch_scales(*rows.of).get("w_scale"))
+        down = wide(self._down(rows.of), self._down_scales(rows.of).get("w2_scale"))
         for expert, (first, second) in enumerate(zip(up, down, strict=True)):
             here = rows.expert == expert
             between = gated(rows.x[here].double() @ first.double())
+            if self._scaled:
+                between = dequantised(*quantised_blocks(between), torch.float64)
             y[here] = between @ times(second.double(), columns)
         return y
 

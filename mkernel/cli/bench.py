@@ -131,9 +131,9 @@ def command(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Give inputs and outputs this dtype; inputs of GEMM ops, dispatch_gemm and "
-            "gemm_combine also float8_e4m3, with scales and bfloat16 outputs. [bfloat16; float32 "
-            "without accelerators]"
+            help="Give inputs and outputs this dtype; inputs of GEMM ops, dispatch_gemm, "
+            "gemm_combine and moe_layer also float8_e4m3, with scales and bfloat16 outputs. [bfloat16; "
+            "float32 without accelerators]"
         ),
     ] = None,
     scales: Scaling = None,
@@ -457,10 +457,6 @@ def _operands(
         raise ArgumentError("--layout", repr(layout), "row or column")
     mode = scales_of(dtype, scales, *map(sized_like, names), fast=fast)
     if mode is not None:
-        if MOE_LAYER in names:
-            raise ArgumentError(
-                "--dtype", dtype, f"another one: {MOE_LAYER} has no e4m3 experts here"
-            )
         if model_only:
             raise ArgumentError("--dtype", dtype, "another one beside --model-only")
         return E4M3, mode, layout_of(layout, mode)

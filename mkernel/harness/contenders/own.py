@@ -102,12 +102,19 @@ class Mkernel(Contender):
         return {"out": mkernel.moe_gemm_combine(rows, inputs["w2"], handle, weights, **scales)}
 
     def _layer(self, inputs: Inputs) -> Tensors:
+        x, ids, w, w2 = (inputs[name] for name in ("x", "topk_ids", "w", "w2"))
+        weights, capacity = inputs["topk_weights"], self._capacity
+        if "w_scale" not in inputs:
+            plain = mkernel.moe_dispatch_gemm(
+                x, ids, w, capacity=capacity, activation="silu_and_mul"
+            )
+            return {"out": mkernel.moe_gemm_combine(plain.outputs, w2, plain.handle, weights)}
         sent = mkernel.moe_dispatch_gemm(
-            inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity,
-            activation="silu_and_mul",
+            x, ids, w, capacity=capacity, activation="silu_and_mul", quantise="block",
+            x_scale=inputs["x_scale"], w_scale=inputs["w_scale"],
         )  # fmt: skip
-        weights = inputs["topk_weights"]
-        return {"out": mkernel.moe_gemm_combine(sent.outputs, inputs["w2"], sent.handle, weights)}
+        scales = {"h_scale": sent.scales, "w2_scale": inputs["w2_scale"]}
+        return {"out": mkernel.moe_gemm_combine(sent.outputs, w2, sent.handle, weights, **scales)}
 
     def _summed(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         if not self._normed:
