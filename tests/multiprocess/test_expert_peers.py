@@ -19,7 +19,7 @@ from mkernel.harness.contenders import Contender, experts
 from mkernel.harness.contenders.collectives import all_gather
 from mkernel.harness.contenders.deep_ep import DeepEp
 from mkernel.harness.contenders.experts import GatheredExperts
-from mkernel.harness.contenders.library import Gemm, GlooMatmul
+from mkernel.harness.contenders.library import Gemm, GlooMatmul, NcclCublas
 from mkernel.harness.problem import Inputs, Problem
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -191,3 +191,13 @@ def test_peers_with_e4m3_experts(kind: type[Contender], op: str) -> None:
     """Rows, their scales and their experts' belong together; what is behind an expert's rows is not."""
     found = mkernel.launch(scaled_errors, kind, op, ranks_per_node=2, accelerator="streams")
     assert [bool(each) for each in found] == [kind.name.startswith("scales_of")] * 2, found
+
+
+@pytest.mark.parametrize("kind", [NcclCublas, GatheredExperts, Gemm])
+def test_what_has_a_peer_with_e4m3_experts_on_a_device(kind: type[Contender]) -> None:
+    for op in OPS:
+        options = {"scales": "block"}
+        case = case_of(op)(SCALED_SIZES, "float8_e4m3fn", "bfloat16", "column", options=options)
+        why = kind.unusable(Problem(case, 0, 2, torch.device("cuda")))
+        layer = "torch has no step that quantises between products"
+        assert why == (layer if op == "moe_layer" else None), op
