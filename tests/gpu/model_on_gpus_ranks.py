@@ -1,14 +1,13 @@
-"""What ranks of test_models_on_gpus run: training steps of models in bfloat16, also with FSDP2."""
+"""Defines what ranks of test_models_on_gpus run: training steps in bfloat16, also with FSDP2."""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from nccl_ranks import over_nccl
 from torch.distributed.device_mesh import init_device_mesh
 
 import mkernel
@@ -43,15 +42,9 @@ DEADLINE_S = 100.0
 
 
 def steps(folder: str, tensor_parallel: int) -> dict[str, Found]:
-    """What is found of each model, whose layers are cut by so many ranks and whose batch by the
+    """Return what is found of each model, whose layers are cut by so many ranks and whose batch by the
     others; and of a planted fault."""
-    mkernel.finalize()
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank)
-    distributed.init_process_group(
-        "nccl", init_method=f"file://{folder}/torch", rank=rank, world_size=ranks
-    )
-    try:
+    with over_nccl(folder) as (_, ranks):
         shape = ranks // tensor_parallel, tensor_parallel
         mesh = init_device_mesh("cuda", shape, mesh_dim_names=("dp", "tp"))
         tp, dp = mesh["tp"], mesh["dp"]
@@ -79,6 +72,3 @@ def steps(folder: str, tensor_parallel: int) -> dict[str, Found]:
                 found[FAULT] = judge.found(model, tp, shards_of(model))
         mkernel.synchronize()
         return found
-    finally:
-        mkernel.finalize()
-        distributed.destroy_process_group()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from nccl_ranks import over_nccl
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,13 +54,7 @@ def rewritten(
 ) -> tuple[dict[str, int], list[float]]:
     """What the pass rewrites of a model of parallelize_module; relative errors of output and gradients
     of the rewritten program against the program as it is."""
-    mkernel.finalize()
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank)
-    distributed.init_process_group(
-        "nccl", init_method=f"file://{folder}/torch", rank=rank, world_size=ranks
-    )
-    try:
+    with over_nccl(folder) as (rank, ranks):
         mesh = init_device_mesh("cuda", (ranks,))
         mkernel.init(mesh, accelerator="hopper", timeout_s=100)
         torch.manual_seed(0)
@@ -98,6 +92,3 @@ def rewritten(
         mkernel.synchronize()
         errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
         return dict(enabled.report.rewritten), errors
-    finally:
-        mkernel.finalize()
-        distributed.destroy_process_group()
