@@ -289,8 +289,7 @@ def _products_of_gather(graph: Graph, world: World, gather: Gather) -> str:
     with graph.inserting_before(earliest):
         for each in late:
             earliest.prepend(each)
-        rows = _reshaped(graph, gather.shard, [math.prod(shard[:-1]), shard[-1]])
-        a, b = _packed(graph, rows), _right(graph, widest.b)
+        a, b = _own_rows(graph, gather), _right(graph, widest.b)
         scales = _scales_of_gather(graph, widest.scales, sources)
         _check(world, GATHER_OP, a, b, None if scales is None else scales.out_dtype, scales)
         if len(users) == 1:
@@ -311,13 +310,18 @@ def _share_columns(products: Sequence[Product]) -> bool:
     """Return whether products of what is gathered are to be computed as one of more columns: if their
     weights, which are joined for that, have no more columns than there are rows that need not be copied
     out of the workspace then."""
-    plain = all(each.scales is None and each.bias is None for each in products)
-    if len(products) == 1 or not plain:
+    return all(each.bias is None for each in products) and _worth_joining(products, 1, 1)
+
+
+def _worth_joining(products: Sequence[Product], dim: int, saved: int) -> bool:
+    """Return whether several weights, joined along ``dim``, are no larger than ``saved`` of the
+    matrices that they multiply: the other sizes of both are the same."""
+    if len(products) == 1 or any(each.scales is not None for each in products):
         return False
     rows = _expected(value(products[0].a).shape[0])
-    joined = sum(_expected(value(each.b).shape[1]) for each in products)
-    alike = len({value(each.b).dtype for each in products}) == 1
-    return alike and joined <= rows
+    joined = sum(_expected(value(each.b).shape[dim]) for each in products)
+    alike = len({value(each.a).dtype for each in products}) == 1
+    return alike and joined <= saved * rows
 
 
 def _one_product_of_gather(
@@ -335,7 +339,7 @@ def _one_product_of_gather(
     with graph.inserting_before(before):
         for each in late:
             before.prepend(each)
-        a = _packed(graph, _reshaped(graph, gather.shard, [math.prod(shard[:-1]), shard[-1]]))
+        a = _own_rows(graph, gather)
         weights = [_packed(graph, _permuted(graph, each.b, [1, 0])) for each in products]
         b = _permuted(graph, _call(graph, aten.cat.default, weights), [1, 0])
         _check(world, GATHER_OP, a, b, None, None)
@@ -346,6 +350,12 @@ def _one_product_of_gather(
     for product in products:
         _erase(graph, product.mm)
     return name
+
+
+def _own_rows(graph: Graph, gather: Gather) -> Node:
+    """Return what a rank gives to a gather as a matrix in row-major memory."""
+    shard = value(gather.shard).shape
+    return _packed(graph, _reshaped(graph, gather.shard, [math.prod(shard[:-1]), shard[-1]]))
 
 
 def _columns_of(graph: Graph, c: Node, products: Sequence[Product]) -> list[Node]:
@@ -472,12 +482,7 @@ def _products_of_sum(total: Sum) -> list[Product]:
 def _joins(products: Sequence[Product]) -> bool:
     """Return whether products are to be computed as one of wider K: if their weights, which are joined
     for that, have no more rows than all the sums but one, which need not travel then."""
-    if len(products) == 1 or any(each.scales is not None for each in products):
-        return False
-    rows = _expected(value(products[0].a).shape[0])
-    joined = sum(_expected(value(each.b).shape[0]) for each in products)
-    alike = len({value(each.a).dtype for each in products}) == 1
-    return alike and joined <= (len(products) - 1) * rows
+    return _worth_joining(products, 0, len(products) - 1)
 
 
 def _joined(graph: Graph, products: Sequence[Product]) -> Product:

@@ -28,7 +28,7 @@ RANKS, H, INNER, EXPERTS, TOP_K = 2, 256, 256, 8, 3
 E4M3 = torch.float8_e4m3fn
 MLP = "model.layers.0.mlp"
 ROUNDING = 2**-5
-"""How far a rounding to e4m3 takes a matrix, in the mean: an element is off by 1/16 at most."""
+"""The mean error of a rounding to e4m3, of a matrix: an element is off by 1/16 at most."""
 LIMITS = {"e4m3": 3**0.5 * ROUNDING, "bfloat16": 6**0.5 * ROUNDING}
 """Roundings are independent: those of the token in gate and up and of the row that down multiplies, and
 of a bfloat16 checkpoint the weights of these three."""
@@ -133,8 +133,8 @@ def theirs(model: Any, entries: dict[str, Tensor], x: Tensor) -> tuple[Tensor, T
 
 
 def off(name: str, file: Path, kind: str) -> tuple[dict[str, float], list[Any]]:
-    """How far a rank's results are from transformers', with each fault, and in which dtypes rows were
-    multiplied."""
+    """Return how far a rank's results are from transformers', with each fault, and in which dtypes rows
+    were multiplied."""
     x, found = operand("x", mkernel.world().rank, 2, 11, H, dtype=torch.bfloat16), []
 
     def combine(h: Tensor, *arguments: Any, **options: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What kernels on threads of the host write to peers, when not any more, and what they wait for."""
+"""Kernels on threads of the host write to peers until a call ends, and wait for what puts need."""
 
 from __future__ import annotations
 

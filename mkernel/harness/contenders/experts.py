@@ -27,9 +27,8 @@ def padded(rows: torch.Tensor, capacity: int | None) -> torch.Tensor:
     """Return as many rows as the capacity says, those at the end being zero."""
     if capacity is None:
         return rows
-    if rows.dtype == torch.float8_e4m3fn:  # which torch does not pad
-        return padded(rows.view(torch.uint8), capacity).view(rows.dtype)
-    return torch.nn.functional.pad(rows, (0, 0, 0, capacity - len(rows)))
+    more = torch.nn.functional.pad(_plain(rows), (0, 0, 0, capacity - len(rows)))
+    return more.view(rows.dtype)
 
 
 def without_padding(results: Tensors) -> Tensors:
@@ -152,7 +151,7 @@ class Exchanged:
 
 
 def _plain(rows: torch.Tensor) -> torch.Tensor:
-    """Return e4m3 rows as bytes: not every library, nor every index, takes the dtype."""
+    """Return e4m3 rows as bytes: not every library, index or padding takes the dtype."""
     return rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
 
 

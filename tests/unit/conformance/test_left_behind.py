@@ -24,7 +24,7 @@ from mkernel.conformance.nic_life_checks import LIFE_CHECKS
 from mkernel.harness.nic_ranks import NicSubject
 
 _PREFIX = f"mkernel-test-{os.getpid()}-"
-"""What names of files have, also in the ranks, which are forked."""
+"""The prefix of names of files, also in the ranks, which are forked."""
 _numbers = itertools.count()
 
 
