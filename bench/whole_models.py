@@ -356,7 +356,7 @@ def of_one_row(case: Case, measure: str, options: Options) -> dict[str, Any]:
                     contenders.pop(name, None)
                 if place.rank == 0:  # of a run that does not end this is what is known
                     print(f"# {name}: {entries[name].get('failed', 'ready')}", file=sys.stderr)
-    turns = _turns(contenders, options.turns, place)
+    turns = take_turns(contenders, options.turns, place)
     for name, each in turns.items():
         entries[name] |= each
         wrong = [text for text in place.of_all(case.checked(contenders[name])) if text]
@@ -454,7 +454,7 @@ def _memory(call: Callable[[], object], place: Place) -> dict[str, Any]:
     }
 
 
-def _turns(
+def take_turns(
     contenders: Mapping[str, Contender], turns: int, place: Place
 ) -> dict[str, dict[str, Any]]:
     """Let contenders take turns, whose order alternates; return each one's figures. Collective."""
@@ -504,7 +504,7 @@ class Ops:
         key = product, tokens
         if key not in self._known:
             calls = self._calls(product, tokens)
-            found = _turns(
+            found = take_turns(
                 {name: Contender(name, "graph", call) for name, call in calls.items()},
                 self._turns, self._place,
             )  # fmt: skip

@@ -32,6 +32,76 @@ _MOST_BYTES = 2**31 - 2**21
 """Its buffer of all ranks' rows is at most so large."""
 
 
+class Sums:
+    """FlashInfer's sums of one size over all ranks, by one of its two algorithms, in memory of their
+    own. Collective."""
+
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        device: torch.device,
+        *,
+        one_shot: bool,
+        eps: float | None = None,
+    ) -> None:
+        """Make the memory. ``eps``: that of the norm behind each sum; None: there is none."""
+        comm: Any = import_module("flashinfer.comm")
+        rank, world = distributed.get_rank(), distributed.get_world_size()
+        self._handles, workspace = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(
+            rank, world, rows, columns, group=distributed.group.WORLD
+        )
+        # Its barriers begin with flags of zero, and it leaves that to who gave it the memory.
+        inside: Any = import_module("flashinfer.comm.trtllm_ar")
+        flags = c_void_p(self._handles[1][rank])
+        inside.cudart.cudaMemset(flags, 0, 4 * world * inside.BarrierFlagCount)
+        torch.get_device_module(device).synchronize()
+        distributed.barrier()
+        self._free = comm.trtllm_destroy_ipc_workspace_for_all_reduce_fusion
+        self._reduce = comm.trtllm_allreduce_fusion
+        patterns = comm.AllReduceFusionPattern
+        self._options = {
+            "world_size": world,
+            "world_rank": rank,
+            "token_num": rows,
+            "hidden_dim": columns,
+            "launch_with_pdl": True,
+            "trigger_completion_at_end": True,
+            "fp32_acc": True,
+            "pattern_code": patterns.kAllReduce if eps is None else patterns.kARResidualRMSNorm,
+            "use_oneshot": one_shot,
+            "quant_out": None,
+            "scale_out": None,
+            "rms_eps": eps,
+            "scale_factor": None,
+            "layout_code": None,
+            "workspace_ptrs": workspace,
+        }
+
+    def add(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Compute the sums of rows without a norm."""
+        self._reduce(rows, allreduce_out=out, **_NO_NORM, **self._options)
+
+    def add_and_normalise(
+        self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the normalised sums of rows and a residual; return the new residual."""
+        new = torch.empty_like(out)
+        self._reduce(
+            rows,
+            allreduce_out=None,
+            residual_in=residual,
+            residual_out=new,
+            norm_out=out,
+            rms_gamma=weight,
+            **self._options,
+        )
+        return new
+
+    def close(self) -> None:
+        self._free(self._handles, distributed.group.WORLD)
+
+
 class FlashInfer(Contender):
     """FlashInfer's kernel by one of its two algorithms, of GEMM+AllReduce after torch's product."""
 
@@ -41,27 +111,16 @@ class FlashInfer(Contender):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        comm: Any = import_module("flashinfer.comm")
         (rows, columns), dtype = problem.memory("op")["out"]
-        self._handles, workspace = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(
-            problem.rank, problem.world, rows, columns, group=distributed.group.WORLD
-        )
-        # Its barriers begin with flags of zero, and it leaves that to who gave it the memory.
-        inside: Any = import_module("flashinfer.comm.trtllm_ar")
-        flags = c_void_p(self._handles[1][problem.rank])
-        inside.cudart.cudaMemset(flags, 0, 4 * problem.world * inside.BarrierFlagCount)
-        torch.get_device_module(problem.device).synchronize()
-        distributed.barrier()
-        self._free = comm.trtllm_destroy_ipc_workspace_for_all_reduce_fusion
-        self._reduce = comm.trtllm_allreduce_fusion
+        case: Any = problem.case
+        eps = case.eps if has_norm(problem) else None
+        self._sums = Sums(rows, columns, problem.device, one_shot=self.one_shot, eps=eps)
         self._product = torch.empty((rows, columns), dtype=dtype, device=problem.device)
-        self._options = fusion_options(problem, comm.AllReduceFusionPattern, self.one_shot)
-        self._options["workspace_ptrs"] = workspace
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
         found = super().unusable(problem) or unusable(problem) or scales_without_product(problem)
-        return found or _unsupported(problem, cls.one_shot) or _not_compiled()
+        return found or _unsupported(problem, cls.one_shot) or why_not_usable()
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         out, rows = outputs["out"], inputs.get("x")
@@ -69,22 +128,13 @@ class FlashInfer(Contender):
             rows = self._product
             product(inputs["a"], inputs, rows, fast=self.fast)
         if "residual" not in inputs:
-            self._reduce(rows, allreduce_out=out, **_NO_NORM, **self._options)
+            self._sums.add(rows, out)
             return {"out": out}
-        new = torch.empty_like(out)
-        self._reduce(
-            rows,
-            allreduce_out=None,
-            residual_in=inputs["residual"],
-            residual_out=new,
-            norm_out=out,
-            rms_gamma=inputs["norm_weight"],
-            **self._options,
-        )
+        new = self._sums.add_and_normalise(rows, inputs["residual"], inputs["norm_weight"], out)
         return {"out": out, "residual_out": new}
 
     def close(self) -> None:
-        self._free(self._handles, distributed.group.WORLD)
+        self._sums.close()
 
 
 class OneShot(FlashInfer):
@@ -104,29 +154,6 @@ class TwoShot(FlashInfer):
 _NO_NORM = dict.fromkeys(("residual_in", "residual_out", "norm_out", "rms_gamma"))
 
 
-def fusion_options(problem: Problem, patterns: Any, one_shot: bool) -> dict[str, Any]:
-    """Return what all calls at a problem are given beside tensors. ``patterns``: FlashInfer's."""
-    rows, columns = problem.memory("op")["out"][0]
-    normed = has_norm(problem)
-    case: Any = problem.case
-    return {
-        "world_size": problem.world,
-        "world_rank": problem.rank,
-        "token_num": rows,
-        "hidden_dim": columns,
-        "launch_with_pdl": True,
-        "trigger_completion_at_end": True,
-        "fp32_acc": True,
-        "pattern_code": patterns.kARResidualRMSNorm if normed else patterns.kAllReduce,
-        "use_oneshot": one_shot,
-        "quant_out": None,
-        "scale_out": None,
-        "rms_eps": case.eps if normed else None,
-        "scale_factor": None,
-        "layout_code": None,
-    }
-
-
 def _unsupported(problem: Problem, one_shot: bool) -> str | None:
     """Return why its kernels do not take the problem, or None."""
     (rows, columns), dtype = problem.memory("op")["out"]
@@ -143,7 +170,8 @@ def _unsupported(problem: Problem, one_shot: bool) -> str | None:
     return None
 
 
-def _not_compiled() -> str | None:
+def why_not_usable() -> str | None:
+    """Return why FlashInfer cannot be used in this process, or None."""
     if find_spec("flashinfer") is None:
         return _ABSENT
     try:

@@ -103,7 +103,7 @@ class SymmMem(Contender):
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         ops, a, b = torch.ops.symm_mem, inputs["a"], inputs["b"]
         if "a_scale" in inputs and not self._sums:
-            return {"out": self._scaled(inputs, outputs["out"].dtype)}
+            return {"out": self._scaled(inputs)}
         if self._gathers:
             # Without the gathered A it would choose multicast for small shapes.
             _, (result,) = ops.fused_all_gather_matmul(
@@ -118,9 +118,10 @@ class SymmMem(Contender):
         reduced = ops.one_shot_all_reduce if small else ops.two_shot_all_reduce_
         return self._norm(reduced(out, "sum", self._group), inputs)
 
-    def _scaled(self, inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
+    def _scaled(self, inputs: Inputs) -> torch.Tensor:
         """Call the op for e4m3 operands."""
         ops, a, b = torch.ops.symm_mem, inputs["a"], inputs["b"]
+        _, dtype = self.problem.memory("op")["out"]
         of_a, of_b = inputs["a_scale"], inputs["b_scale"]
         result: torch.Tensor
         if self._gathers:
