@@ -242,6 +242,24 @@ class FewRowsConstants(SendingRates):
     )
 
 
+class MailedTilesConstants(SendingRates):
+    """Constants of GEMM+AllReduce and GEMM+ReduceScatter by one kernel whose tiles leave for the
+    peers as they are finished: for more rows than the kernel of few rows takes."""
+
+    ops: tuple[Literal["gemm_all_reduce", "gemm_reduce_scatter"], ...] = Field(
+        ("gemm_all_reduce",), description="that run it"
+    )
+    least_rows: int = Field(ge=1)
+    most_rows: int = Field(ge=1)
+    most_bytes: int = Field(
+        ge=1, description="that ranks send to one of them, and as its own count"
+    )
+    tiles: tuple[Tile, ...] = Field(min_length=1, description="of which the fastest is taken")
+    start_us: float = Field(ge=0, description="launch, and start and end of the product")
+    tile_us: float = Field(ge=0, description="start and end of a tile that nothing hides")
+    exchange_us: float = Field(ge=0, description="latency of the exchange")
+
+
 class LinkConstants(Model):
     """Rates and latencies of the links between devices. Values that a file omits come from
     ``topology/data/links.json``."""
@@ -304,6 +322,10 @@ class ConstantsFile(Model):
     schema_version: Annotated[Literal[1], SchemaVersion] = 1
 
 
+_SENDING = ("fused", "library", "few_rows", "mailed_tiles")
+"""Constants of ways to run an op, which know how fast ranks send."""
+
+
 class MachineConstants(LinkConstants, ConstantsFile):
     """Rates and latencies of one kind of machine, with those of its links.
 
@@ -343,12 +365,16 @@ class MachineConstants(LinkConstants, ConstantsFile):
         None, description="of the fused path's kernel for few rows, where a backend has one"
     )
 
+    mailed_tiles: MailedTilesConstants | None = Field(
+        None, description="of the fused path's kernel for medium numbers of rows"
+    )
+
     def limited_to(self, egress_gbs: float | None) -> Self:
         """Return these constants on links that give a rank ``egress_gbs`` to all of its node together;
         themselves if the links are as fast as those that they were fitted on, or there are none."""
         if egress_gbs is None or egress_gbs >= (self.egress_gbs or self.p2p_gbs):
             return self
-        paths = {name: getattr(self, name) for name in ("fused", "library", "few_rows")}
+        paths = {name: getattr(self, name) for name in _SENDING}
         limited = {name: path.limited_to(egress_gbs) for name, path in paths.items() if path}
         return self.model_copy(update=limited)
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from mkernel.plan.few_rows import COLUMNS, cut
+from mkernel.plan.mailed_tiles import tiles
 from mkernel.plan.model import (
     DTYPE_BYTES,
     DtypeName,
@@ -20,6 +21,7 @@ from mkernel.plan.predict import gemm_call, payloads, prediction
 from mkernel.topology.cost import (
     FewRowsConstants,
     MachineConstants,
+    MailedTilesConstants,
     PathConstants,
     Tile,
     transfer_us,
@@ -55,6 +57,26 @@ def few_rows(
     return found if world == 1 or come <= found.most_bytes else None
 
 
+def mailed_tiles(
+    op: OpName,
+    shape: GemmShape,
+    dtype: DtypeName,
+    world: int,
+    constants: MachineConstants | None,
+) -> MailedTilesConstants | None:
+    """Return the constants of the kernel whose tiles leave by mail if the fused path of one node runs
+    it; else None."""
+    found = None if constants is None else constants.mailed_tiles
+    if found is None or op not in found.ops or world == 1 or DTYPE_BYTES[dtype] != 2:
+        return None
+    if not found.least_rows <= shape.m <= found.most_rows:
+        return None
+    if partial_dtype(shape, dtype) != dtype or few_rows(op, shape, dtype, world, constants):
+        return None
+    come = world * _few_rows_bytes(op, shape, dtype, world)
+    return found if come <= found.most_bytes else None
+
+
 def few_scaled_rows(
     op: OpName,
     shape: GemmShape,
@@ -83,9 +105,10 @@ def fusable(
     world: int,
     constants: MachineConstants | None = None,
 ) -> bool:
-    """Return whether the fused path may be taken if there is another one. For few rows it sends the
-    same partial results as the library path."""
-    if few_rows(op, shape, dtype, world, constants) is not None:
+    """Return whether the fused path may be taken if there is another one. Its kernels for few and for
+    medium numbers of rows send the same partial results as the library path."""
+    sends_alike = few_rows, mailed_tiles
+    if any(kernel(op, shape, dtype, world, constants) is not None for kernel in sends_alike):
         return True
     sums = op != "all_gather_gemm" and world > 1 and dtype != "float32"
     return not sums or shape.m * shape.n >= LEAST_FUSED_SUMS * world
@@ -141,14 +164,18 @@ def predict(
     partial results to leave, are one tile's work away from the rest; and a measured share of
     min(T_c, T_m). For few rows (:func:`few_rows`) the fused path is T_c, which is the time to read
     the weights, in one or more waves (:mod:`mkernel.plan.few_rows`), + T_m of one exchange,
-    (W-1)·M·N·s of AllReduce and (W-1)/W of that of ReduceScatter.
+    (W-1)·M·N·s of AllReduce and (W-1)/W of that of ReduceScatter. Of more rows
+    (:func:`mailed_tiles`) that exchange hides behind all waves of tiles but the last
+    (:mod:`mkernel.plan.mailed_tiles`).
     """
     kernel, library = constants.fused, constants.library
     if kernel is None or library is None:
         return None
     ours = _fused(op, shape, dtype, world, fused_cores, kernel, constants)
-    few = few_rows(op, shape, dtype, world, constants)
-    start_us = kernel.start_us if few is None else few.start_us
+    own = few_rows(op, shape, dtype, world, constants) or mailed_tiles(
+        op, shape, dtype, world, constants
+    )
+    start_us = (own or kernel).start_us
     theirs = _library(op, shape, dtype, world, cores, library, constants)
     both = {
         "fused_us": ours.pipelined + start_us,
@@ -180,6 +207,9 @@ def _fused(
     few = few_rows(op, shape, dtype, world, constants)
     if few is not None:
         return of_few_rows(op, shape, dtype, dtype, world, cores, few)
+    mailed = mailed_tiles(op, shape, dtype, world, constants)
+    if mailed is not None:
+        return of_mailed_tiles(op, shape, dtype, world, cores, mailed, constants.memory_gbs)
     return fused(op, shape, dtype, dtype, world, cores, path, constants)[0]
 
 
@@ -226,6 +256,21 @@ def of_few_rows(
         added = (rows + (world - 1) * kept) * row_bytes
         comm = max(comm, transfer_us(added, few.block_sums_gbs, few.exchange_us))
     return Times(compute, comm, compute + comm)
+
+
+def of_mailed_tiles(
+    op: OpName,
+    shape: GemmShape,
+    dtype: DtypeName,
+    world: int,
+    cores: int,
+    mailed: MailedTilesConstants,
+    memory_gbs: float,
+) -> Times:
+    """Predict the kernel whose tiles leave by mail, as :func:`mkernel.plan.mailed_tiles.tiles` does."""
+    sent = (world - 1) * _few_rows_bytes(op, shape, dtype, world)
+    how = tiles(shape.m, shape.n, shape.k, sent, cores, memory_gbs, mailed)
+    return Times(how.compute, how.sent + mailed.exchange_us, how.total)
 
 
 def _library(

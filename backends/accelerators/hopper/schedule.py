@@ -89,16 +89,19 @@ class ReduceSchedule(Schedule):
 
 
 class FewRowsSchedule(Schedule):
-    """The schedule of a GEMM op of few rows. Clusters of ``splits`` blocks, at most ``blocks`` in
-    all, take 128 columns at a time, each block a part of K. ``product``: the dtype in which a
-    rank's sums travel. ``normalises``: if rows of the sum are normalised, the same kernel does
-    that; otherwise one that follows."""
+    """The schedule of a GEMM op of few or of medium numbers of rows, whose sums travel by mail.
+
+    Clusters of ``splits`` blocks, at most ``blocks`` in all, take 128 columns at a time, each block
+    a part of K. With a ``tiling``, for more rows, clusters take its tiles instead, and K is not cut.
+    ``product``: the dtype in which a rank's sums travel. ``normalises``: if rows of the sum are
+    normalised, the same kernel does that; otherwise one that follows."""
 
     kind: Literal["hopper.few_rows"] = "hopper.few_rows"
     splits: int = Field(ge=1)
     blocks: int = Field(ge=1)
     product: DtypeName
     normalises: bool = False
+    tiling: TilingName | None = None
 
     @property
     def one_exchange(self) -> bool:

@@ -1,5 +1,5 @@
 """GEMM+AllReduce and GEMM+ReduceScatter of few rows on one rank: one kernel
-(``kernels/gemm/few_rows.cuh``).
+(``kernels/gemm/few_rows.cuh``, and of more rows ``mailed_tiles.cuh``).
 
 Data flow of the views:
   pipelined     the kernel; the schedule puts the norm of the rows in it, or in one that follows
@@ -140,7 +140,7 @@ def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
         raise ArgumentError("plan.schedule.product", how.product, f"{plan.out_dtype} or float32")
     if how.splits > how.blocks:
         raise ArgumentError("plan.schedule.splits", how.splits, f"at most blocks, {how.blocks}")
-    at_once = _tiles(plan) * how.splits <= how.blocks
+    at_once = how.tiling is None and _tiles(plan) * how.splits <= how.blocks
     if how.normalises and not (plan.norm is not None and plan.world_size > 1 and at_once):
         raise ArgumentError(
             "plan.schedule.normalises",
@@ -153,6 +153,7 @@ def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
         splits=how.splits,
         unrounded=how.product == "float32",
         exchange=getattr(exchanges, plan.op),
+        tiled=how.tiling is not None,
     )
     return made
 
@@ -162,16 +163,17 @@ def _tiles(plan: LaunchPlan) -> int:
 
 
 def _product(plan: LaunchPlan) -> _hopper.Product:
-    """Return the plan's product, without tensors yet. The kernel ignores tiling and band."""
-    made = native()
+    """Return the plan's product, without tensors yet. The kernel ignores band, and without tiles also
+    the tiling."""
+    made, how = native(), plan.part(FewRowsSchedule)
     product: _hopper.Product = made.Product(
         n=plan.gemm.n,
         k=plan.gemm.k,
         half=plan.out_dtype == "float16",
         n_major=plan.b_layout == "row",
-        tiling=made.Tiling.narrow,
+        tiling=getattr(made.Tiling, how.tiling or "narrow"),
         band=1,
-        blocks=plan.part(FewRowsSchedule).blocks,
+        blocks=how.blocks,
         scaling=scaling(plan),
     )
     return product

@@ -31,6 +31,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice, Engines
 from mkernel.plan import paths
 from mkernel.plan.few_rows import cut
+from mkernel.plan.mailed_tiles import tiles
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, Schedule, SumShape
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.predict import payloads
@@ -39,6 +40,7 @@ from mkernel.plan.standard import by_rows
 from mkernel.topology.cost import (
     FewRowsConstants,
     MachineConstants,
+    MailedTilesConstants,
     Tile,
     gemm_tile_us,
 )
@@ -113,6 +115,10 @@ def _scheduled(request: ScheduleRequest) -> Scheduled:
     ):
         normed = plan.norm is not None and world > 1
         made = few_rows(shape, plan.dtype, plan.dtype, processors, few, normed)
+    elif plan.nodes == 1 and (
+        mailed := paths.mailed_tiles(plan.op, shape, plan.dtype, world, request.constants)
+    ):
+        made = mailed_tiles(request, processors, mailed)
     elif plan.op != "all_gather_gemm":
         made = reduce(
             plan.op, shape.m, shape.n, shape.k, world, processors,
@@ -418,6 +424,23 @@ def few_rows(
         blocks=found.splits * found.clusters,
         product=paths.partial_dtype(shape, out_dtype),
         normalises=normed and constants.normalises and found.waves == 1,
+    )
+
+
+def mailed_tiles(
+    request: ScheduleRequest, processors: int, constants: MailedTilesConstants
+) -> FewRowsSchedule:
+    """Schedule tiles that leave by mail."""
+    plan, machine = request.plan, request.constants
+    assert machine is not None
+    shape = plan.gemm
+    sent = payloads(plan.op, shape, plan.dtype, plan.world_size, one_exchange=True).scatter
+    found = tiles(
+        shape.m, shape.n, shape.k, (plan.world_size - 1) * sent, processors, machine.memory_gbs,
+        constants,
+    )  # fmt: skip
+    return FewRowsSchedule(
+        splits=1, blocks=processors, product=plan.dtype, tiling=tiling_of(found.tile)
     )
 
 

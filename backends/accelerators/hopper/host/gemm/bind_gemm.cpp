@@ -143,11 +143,16 @@ RowNorm row_norm(std::uint64_t weight, std::uint64_t residual, std::uint64_t res
             .eps = eps};
 }
 
-FewRowsSchedule few_rows_schedule(int m, int splits, bool unrounded, FewRowsExchange exchange) {
-    require(m >= 1 && m <= kMostFewRows, "m", m, "1 to " + std::to_string(kMostFewRows));
+FewRowsSchedule few_rows_schedule(int m, int splits, bool unrounded, FewRowsExchange exchange,
+                                  bool tiled) {
+    require(m >= 1 && (tiled || m <= kMostFewRows), "m", m,
+            "1 to " + std::to_string(kMostFewRows) + ", or tiled");
+    if (tiled && (splits > 1 || unrounded)) {
+        throw std::invalid_argument("tiles by mail have whole sums, rounded");
+    }
     require(splits >= 1 && splits <= kMostSplits, "splits", splits,
             "1 to " + std::to_string(kMostSplits));
-    return {m, splits, unrounded, exchange};
+    return {m, splits, unrounded, exchange, tiled};
 }
 
 void bind_network(py::module_& module) {
@@ -256,7 +261,7 @@ void bind_few_rows(py::module_& module) {
         .value("gemm_reduce_scatter", FewRowsExchange::reduce_scatter);
     py::class_<FewRowsSchedule>(module, "FewRowsSchedule")
         .def(py::init(&few_rows_schedule), py::kw_only(), "m"_a, "splits"_a, "unrounded"_a,
-             "exchange"_a = FewRowsExchange::all_reduce);
+             "exchange"_a = FewRowsExchange::all_reduce, "tiled"_a = false);
     py::class_<FewRowsCalls>(module, "FewRowsCalls")
         .def(py::init<int, DeviceWorld, Product, FewRowsSchedule>(), "device"_a, "world"_a,
              "product"_a, "schedule"_a)

@@ -11,6 +11,7 @@
 #include "backends/accelerators/cuda/device.hpp"
 #include "backends/accelerators/cuda/error.hpp"
 #include "backends/accelerators/hopper/host/tensor_map.hpp"
+#include "backends/accelerators/hopper/kernels/gemm/mailed_tiles.cuh"
 
 namespace mkernel::hopper {
 
@@ -40,6 +41,13 @@ void check_norm(int ranks, const Product& product, const FewRowsSchedule& schedu
     }
 }
 
+void check_tiled(const Product& product, const RowNorm& norm) {
+    if (product.scaling != Scaling::none) {
+        throw std::invalid_argument("tiles by mail of e4m3 operands");
+    }
+    if (norm.weight != nullptr) throw std::invalid_argument("a norm in tiles by mail");
+}
+
 auto* launch_of(const Product& product) {
     if (product.scaling != Scaling::none) {
         return product.half ? &launch_few_rows<__half, __nv_fp8_e4m3>
@@ -52,7 +60,7 @@ auto* launch_of(const Product& product) {
 }  // namespace
 
 int few_rows_height(int m) {
-    for (const int height : {16, 32, 64, 128}) {
+    for (const int height : {16, 32, 64}) {
         if (m <= height) return height;
     }
     return kMostFewRows;
@@ -71,7 +79,11 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
               const RowNorm& norm, std::uint64_t stream) {
     const auto ranks = static_cast<int>(world.workspaces.size());
     check_few_rows(ranks, product.n, schedule);
-    if (norm.weight != nullptr) check_norm(ranks, product, schedule);
+    if (schedule.tiled) {
+        check_tiled(product, norm);
+    } else if (norm.weight != nullptr) {
+        check_norm(ranks, product, schedule);
+    }
     const GemmTensors& tensors = product.tensors;
     FewRowsArgs args{};
     args.workspace = workspace_of(world);
@@ -80,7 +92,8 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
                          .width = static_cast<std::uint64_t>(product.k),
                          .height = static_cast<std::uint64_t>(schedule.m),
                          .pitch = static_cast<std::uint64_t>(tensors.a_pitch)},
-                        few_rows_height(schedule.m), operands_of(product));
+                        schedule.tiled ? kMailedRows : few_rows_height(schedule.m),
+                        operands_of(product));
     args.b = map_of_b(product);
     args.bias = reinterpret_cast<const void*>(tensors.bias);
     if (product.scaling != Scaling::none) args.scales = scales_of(product);
@@ -93,8 +106,15 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
     args.exchange = schedule.exchange;
     args.unrounded = schedule.unrounded;
     args.norm = norm;
-    cuda::check(launch_of(product)(args, product.n_major, schedule.splits, product.blocks,
-                                   cuda::stream_at(stream)),
+    const cudaStream_t on = cuda::stream_at(stream);
+    if (schedule.tiled) {
+        auto* const launch =
+            product.half ? &launch_mailed_tiles<__half> : &launch_mailed_tiles<__nv_bfloat16>;
+        cuda::check(launch(args, {product.tiling, product.n_major}, product.blocks, on),
+                    "launching mailed_tiles");
+        return;
+    }
+    cuda::check(launch_of(product)(args, product.n_major, schedule.splits, product.blocks, on),
                 "launching few_rows");
 }
 

@@ -1,4 +1,4 @@
-// The GEMM ops of few rows that reduce, as the host starts them (kernels/gemm/few_rows.cuh).
+// The GEMM ops of few rows that reduce, as the host starts them (kernels/gemm/few_rows.cuh, mailed_tiles.cuh).
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,14 @@
 namespace mkernel::hopper {
 
 // The cut of K, and the type that travels. `unrounded`: sums of a rank travel in float32, else rounded to the
-// result's type. `m`: rows of the product; for ReduceScatter a multiple of the number of ranks.
+// result's type. `m`: rows of the product; for ReduceScatter a multiple of the number of ranks. `tiled`: the kernel of
+// mailed_tiles.cuh, with the product's tiling and K uncut.
 struct FewRowsSchedule {
     int m;
     int splits;
     bool unrounded;
     FewRowsExchange exchange = FewRowsExchange::all_reduce;
+    bool tiled = false;
 };
 
 // Throws std::length_error where what the ranks send each other is more than a call may have.

@@ -1,4 +1,4 @@
-// GEMM+AllReduce and GEMM+ReduceScatter of few rows, up to 256: reading the weights takes the time, so all
+// GEMM+AllReduce and GEMM+ReduceScatter of few rows, up to 128: reading the weights takes the time, so all
 // multiprocessors read them.
 //
 // Weights are the rows of the product here: wgmma multiplies b^T [n, k] by a^T [k, m]. A tile is 128 columns of b
@@ -31,7 +31,7 @@
 
 namespace mkernel::hopper {
 
-inline constexpr int kMostFewRows = 256;
+inline constexpr int kMostFewRows = 128;
 inline constexpr int kMostSplits = kRowShares;  // of K: blocks of a cluster
 inline constexpr int kFewColumns = 128;
 inline constexpr int kFewDepthBytes = 128;  // of a row of K, of a stage

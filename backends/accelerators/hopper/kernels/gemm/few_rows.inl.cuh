@@ -140,10 +140,8 @@ cudaError_t launch_few_rows(const FewRowsArgs& args, bool n_major, int splits, i
             return start.template operator()<32>();
         case 64:
             return start.template operator()<64>();
-        case 128:
-            return start.template operator()<128>();
         default:
-            return start.template operator()<256>();
+            return start.template operator()<kMostFewRows>();
     }
 }
 
