@@ -22,6 +22,7 @@ from mkernel.ops.around import EPS, Normed, as_rows, check_norm, normalised
 from mkernel.ops.common import Done, Execution, engine_for, plan_for
 from mkernel.ops.gemm import copied_to, traced_outputs
 from mkernel.ops.plain import plain, untraced
+from mkernel.ops.prefetch import check_prefetch, hinted
 from mkernel.ops.quantised import check_quantise, results_of
 from mkernel.ops.registration import called, native_op, ops, register
 from mkernel.ops.steps import Steps
@@ -32,12 +33,13 @@ from mkernel.world.lifecycle import current
 from mkernel.world.world import World
 
 _OP = "all_reduce"
-_ARGUMENTS = ("x", "out", "residual", "norm_weight")
+_ARGUMENTS = ("x", "out", "residual", "norm_weight", "prefetch")
 
 
 class _Checked(NamedTuple):
     plan: LaunchPlan
     dtype: torch.dtype
+    prefetches: bool
 
 
 def _check(
@@ -47,6 +49,7 @@ def _check(
     out: Tensor | None,
     out_dtype: torch.dtype | None,
     chunk: int | None,
+    prefetch: Tensor | None,
 ) -> _Checked:
     """Check the arguments of a call, and plan it."""
     device = world.accelerator.device
@@ -65,7 +68,9 @@ def _check(
     if out is not None:
         validate.on_device("out", out, device)
         validate.output("out", out, shape, wanted)
-    return _Checked(plan, wanted)
+    if prefetch is not None:
+        check_prefetch(prefetch, device)
+    return _Checked(plan, wanted, prefetch is not None and _OP in claims.prefetch_ops)
 
 
 @untraced
@@ -76,6 +81,7 @@ def call(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
+    prefetch: Tensor | None = None,
     group: Group = None,
     steps: Steps | None = None,
     **execution: Unpack[Execution],
@@ -84,10 +90,11 @@ def call(
     ``residual_out``."""
     world, steps = current(group), steps or Steps()
     residual, weight = (None, None) if norm is None else (norm.residual, norm.weight)
-    x, out, residual, weight = plain(_OP, _ARGUMENTS, (x, out, residual, weight))
+    given = x, out, residual, weight, prefetch
+    x, out, residual, weight, prefetch = plain(_OP, _ARGUMENTS, given)
     if norm is not None:
         norm = Normed(residual, weight, norm.eps)
-    plan, dtype = _check(world, x, norm, out, out_dtype, chunk)
+    plan, dtype, prefetches = _check(world, x, norm, out, out_dtype, chunk, prefetch)
     given_out = out
     if out is None:
         rows = steps.output(world, plan, (x.numel() // x.shape[-1], x.shape[-1]), x, dtype)
@@ -104,11 +111,13 @@ def call(
     if norm is not None:
         outputs["residual_out"] = steps.empty(x.shape, x, dtype)
         if plan.norm is not None and plan.norm.step == "launch":
-            given = {**norm.given, "residual_out": outputs["residual_out"]}
+            of_norm = {**norm.given, "residual_out": outputs["residual_out"]}
             launched |= {
                 name: each if name == "norm_weight" else as_rows(each, 0, steps)
-                for name, each in given.items()
+                for name, each in of_norm.items()
             }
+    if prefetches and prefetch is not None:
+        launched["prefetch"] = prefetch
     record = steps.launch(world, plan, launched, **execution)
     if norm is not None and plan.norm is not None and plan.norm.step == "after":
         steps.do(normalised, out, norm.residual, norm.weight, norm.eps, outputs["residual_out"])
@@ -122,6 +131,7 @@ class _Options(TypedDict, total=False):
     """Options that all overloads take."""
 
     eps: float
+    prefetch: Tensor | None
     chunk: int | None
     group: Group
 
@@ -183,6 +193,7 @@ def all_reduce(
     quantise: Literal["row"] | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    prefetch: Tensor | None = None,
     chunk: int | None = None,
     group: Group = None,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -211,6 +222,11 @@ def all_reduce(
         out: of the shape of x, contiguous, to write to: x itself, or memory of its own; allocated
             where None.
         out_dtype: of the result; default: that of ``out``, else that of x.
+        prefetch: the weight that the next product reads: a tensor of any shape and dtype, without gaps
+            between its elements; of a DTensor this rank's part. `hopper` brings its first bytes, 24 MiB
+            at most, to the L2 cache while ranks exchange few rows; other accelerators ignore it
+            (``prefetch_ops`` of :func:`mkernel.capabilities`). It is a hint: results have the same bits
+            without, no gradient flows to it, and ranks may name different tensors.
         chunk: rows a communication chunk; default: the planner's choice.
         group: names the world; None: the default one.
 
@@ -226,16 +242,17 @@ def all_reduce(
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
     normed = norm_weight is not None or residual is not None or quantise is not None
+    prefetch = prefetch if prefetch is None else hinted(prefetch)
     if not (normed or out is not None or torch.compiler.is_compiling()):  # most calls
-        found: Tensor = ops.all_reduce(x, out_dtype, chunk, group)
+        found: Tensor = ops.all_reduce(x, out_dtype, chunk, prefetch, group)
         return found
     check_quantise(_OP, quantise, norm_weight, x=x, residual=residual, out=out, out_dtype=out_dtype)
     if norm_weight is None:
         if residual is not None:
             raise ArgumentError("norm_weight", None, "a weight, beside residual")
-        return _through_torch(x, None, out, out_dtype, chunk, group)[0]
+        return _through_torch(x, None, out, out_dtype, chunk, prefetch, group)[0]
     norm = Normed(residual, norm_weight, float(eps))
-    rows, new = _through_torch(x, norm, out, out_dtype, chunk, group)
+    rows, new = _through_torch(x, norm, out, out_dtype, chunk, prefetch, group)
     return results_of(rows, new, residual, quantise)
 
 
@@ -245,6 +262,7 @@ def _through_torch(
     out: Tensor | None,
     out_dtype: torch.dtype | None,
     chunk: int | None,
+    prefetch: Tensor | None,
     group: Group,
 ) -> tuple[Tensor, ...]:
     """Return the sum, or the normalised rows and the new residual; through torch's dispatcher where
@@ -252,7 +270,7 @@ def _through_torch(
     given = (x,) if norm is None else (x, norm.weight, norm.residual)
     options: dict[str, Any] = {} if norm is None else {"eps": norm.eps}
     registered, named = called(group)
-    options |= {"out_dtype": out_dtype, "chunk": chunk, "group": named}
+    options |= {"out_dtype": out_dtype, "chunk": chunk, "prefetch": prefetch, "group": named}
     if out is None:
         return _results(registered, given, options)
     if traced_outputs(out, *given):
@@ -261,7 +279,9 @@ def _through_torch(
         return (copied_to("out", out, found[0], 0), *found[1:])
     weight, residual = (None, None) if norm is None else (norm.weight, norm.residual)
     eps = EPS if norm is None else norm.eps
-    results: tuple[Tensor, ...] = _INTO(x, weight, residual, out, eps, out_dtype, chunk, group)
+    results: tuple[Tensor, ...] = _INTO(
+        x, weight, residual, out, eps, out_dtype, chunk, prefetch, group
+    )
     return results
 
 
@@ -289,7 +309,7 @@ def _norm_kernel(
 
 _INTO = native_op(
     "all_reduce_into",
-    ("x", "norm_weight", "residual", "out", "eps", "out_dtype", "chunk", "group"),
+    ("x", "norm_weight", "residual", "out", "eps", "out_dtype", "chunk", "prefetch", "group"),
     (),
     _norm_kernel,
     range_name=_OP,
@@ -314,7 +334,8 @@ def _fake_norm(
 
 
 register(
-    "all_reduce(Tensor x, *, ScalarType? out_dtype=None, int? chunk=None, str group) -> Tensor",
+    "all_reduce(Tensor x, *, ScalarType? out_dtype=None, int? chunk=None, Tensor? prefetch=None, "
+    "str group) -> Tensor",
     _sum_kernel,
     _fake_sum,
     derivatives.save_sum,
@@ -322,7 +343,8 @@ register(
 )
 register(
     "all_reduce_norm(Tensor x, Tensor norm_weight, Tensor? residual=None, *, float eps=1e-06, "
-    "ScalarType? out_dtype=None, int? chunk=None, str group) -> (Tensor, Tensor)",
+    "ScalarType? out_dtype=None, int? chunk=None, Tensor? prefetch=None, str group) "
+    "-> (Tensor, Tensor)",
     _norm_kernel,
     _fake_norm,
     derivatives.save_normed_sum,

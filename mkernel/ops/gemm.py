@@ -24,6 +24,7 @@ from mkernel.ops.around import (
 )
 from mkernel.ops.common import Done, Execution, engine_for, planned, plans_for
 from mkernel.ops.plain import local, plain, untraced
+from mkernel.ops.prefetch import check_prefetch
 from mkernel.ops.registration import called, native_op, ops, register
 from mkernel.ops.steps import Steps
 from mkernel.plan.arguments import (
@@ -47,6 +48,7 @@ from mkernel.world.world import World
 
 _ARGUMENTS = (
     "a", "b", "bias", "out", "gathered", "residual", "norm_weight", "a_scale", "b_scale",
+    "prefetch",
 )  # fmt: skip
 
 
@@ -81,6 +83,7 @@ class GemmCall(NamedTuple):
     products: tuple[int, ...] = ()
     norm: Normed | None = None
     scaled: Scaled | None = None
+    prefetch: Tensor | None = None
     group: Group = None
 
     def plain(self, op: str) -> GemmCall:
@@ -90,11 +93,12 @@ class GemmCall(NamedTuple):
         a_scale, b_scale = (None, None) if scaled is None else (scaled.a, scaled.b)
         given = (
             self.a, self.b, self.bias, self.out, self.gathered, residual, weight, a_scale, b_scale,
+            self.prefetch,
         )  # fmt: skip
         found = plain(op, _ARGUMENTS, given)
         if found is given:
             return self
-        a, b, bias, out, gathered, residual, weight, a_scale, b_scale = found
+        a, b, bias, out, gathered, residual, weight, a_scale, b_scale, prefetch = found
         return self._replace(
             a=a,
             b=b,
@@ -103,6 +107,7 @@ class GemmCall(NamedTuple):
             gathered=gathered,
             norm=None if norm is None else Normed(residual, weight, norm.eps),
             scaled=None if scaled is None else scaled._replace(a=a_scale, b=b_scale),
+            prefetch=prefetch,
         )
 
 
@@ -145,8 +150,13 @@ class GemmOp:
     def arguments(self) -> str:
         """Return the arguments with which the schema of the registered op begins."""
         dim = "" if self.dim is None else f"int {self.dim}=0, "
-        options = f"{dim}ScalarType? out_dtype=None, int? chunk=None, str group"
+        options = f"{dim}ScalarType? out_dtype=None, int? chunk=None, {self._prefetch}str group"
         return f"Tensor a, Tensor b, Tensor? bias=None, *, {options}"
+
+    @property
+    def _prefetch(self) -> str:
+        """Return the argument of a tensor to prefetch, where the op takes one."""
+        return "" if self.gathers or self.scatters else "Tensor? prefetch=None, "
 
     def lead(self, a: Tensor, dim: int, ranks: int) -> tuple[int, ...]:
         """Return the sizes of an output's dimensions but its last, ``dim`` first. ShapeError."""
@@ -186,6 +196,8 @@ class GemmOp:
             validate.on_device("bias", bias, device)
         if norm is not None:
             around.check_norm(norm, (*a.shape[:-1], n), beside, wanted, device)
+        if call.prefetch is not None:
+            check_prefetch(call.prefetch, device)
         lead, whole = self.lead(a, dim, world.size), _whole(a, dim, world.size)
         rows = prod(whole if self.gathers else a.shape[:-1])
         outputs = [("out", out, lead, n, wanted)]
@@ -266,6 +278,8 @@ class GemmOp:
         tensors |= outputs
         taken = {name: x for name, x in tensors.items() if launches_norm or name != "residual_out"}
         launched = around.before(steps, plan, taken, dim)
+        if given.prefetch is not None and self.name in known.plans.capabilities.prefetch_ops:
+            launched["prefetch"] = given.prefetch
         record = steps.launch(world, plan, launched, **execution)
         around.after(steps, plan, launched, tensors, dim, bias, norm)
         if overwritten:  # autograd may have saved them for a backward, and must hear of it
@@ -282,6 +296,7 @@ class GemmOp:
             a, b, bias = self.local(a, b, bias, dim, call.group)
         options: dict[str, Any] = {} if self.dim is None else {self.dim: dim}
         options |= {"chunk": chunk, "group": named}
+        options |= {"prefetch": call.prefetch} if self._prefetch else {}
         name, scaled = self.name, call.scaled
         tensors: tuple[Any, ...] = (a, b, bias)
         if scaled is not None:
@@ -299,8 +314,9 @@ class GemmOp:
         else:
             of_a, of_b, fast = scaled or (None, None, False)
             result, _ = self.into(
-                a, b, bias, out, None, of_a, of_b, fast, dim, out_dtype, chunk, None, call.group
-            )
+                a, b, bias, out, None, of_a, of_b, fast, dim, out_dtype, chunk, None, call.group,
+                call.prefetch,
+            )  # fmt: skip
         return result
 
     @cached_property
@@ -309,7 +325,7 @@ class GemmOp:
         ``gathered``."""
         names = (
             "a", "b", "bias", "out", "gathered", "a_scale", "b_scale", "use_fast_accum", "dim",
-            "out_dtype", "chunk", "path", "group",
+            "out_dtype", "chunk", "path", "group", "prefetch",
         )  # fmt: skip
 
         def kernel(
@@ -324,7 +340,7 @@ class GemmOp:
             return done["out"], done.get("gathered")
 
         return native_op(
-            f"{self.name}_into", names, (), kernel, range_name=self.name, local=self.localised
+            f"{self.name}_into", names, (None,), kernel, range_name=self.name, local=self.localised
         )
 
     def localised(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -362,6 +378,7 @@ class GemmOp:
             a_scale: Tensor | None = None,
             b_scale: Tensor | None = None,
             use_fast_accum: bool = False,
+            prefetch: Tensor | None = None,
             **dims: int,
         ) -> Tensor:
             scaled = around.scaled(a_scale, b_scale, use_fast_accum)
@@ -374,6 +391,7 @@ class GemmOp:
                 out_dtype,
                 chunk=chunk,
                 scaled=scaled,
+                prefetch=prefetch,
                 group=group,
             )
             found: Tensor = self.call(call, steps).outputs["out"]
@@ -386,6 +404,7 @@ class GemmOp:
             *,
             out_dtype: torch.dtype | None = None,
             chunk: int | None = None,
+            prefetch: Tensor | None = None,
             group: str,
             **dims: int,
         ) -> Tensor:
@@ -411,7 +430,7 @@ class GemmOp:
         register(
             f"{self.name}_scaled(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, "
             f"Tensor? bias=None, *, {dim}ScalarType? out_dtype=None, bool use_fast_accum=False, "
-            "int? chunk=None, str group) -> Tensor",
+            f"int? chunk=None, {self._prefetch}str group) -> Tensor",
             kernel,
             scaled_fake,
             flops=self.flops,

@@ -21,6 +21,7 @@ from mkernel.ops import derivatives
 from mkernel.ops.around import EPS, Normed, scaled
 from mkernel.ops.gemm import GemmCall, GemmOp, copied_to, traced_outputs
 from mkernel.ops.plain import local
+from mkernel.ops.prefetch import hinted
 from mkernel.ops.quantised import check_quantise, results_of
 from mkernel.ops.registration import called, native_op, ops, register
 from mkernel.ops.steps import Steps
@@ -38,6 +39,7 @@ class _Options(TypedDict, total=False):
     use_fast_accum: bool
     bias: Tensor | None
     eps: float
+    prefetch: Tensor | None
     chunk: int | None
     group: Group
 
@@ -108,6 +110,7 @@ def gemm_all_reduce(
     quantise: Literal["row"] | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    prefetch: Tensor | None = None,
     chunk: int | None = None,
     group: Group = None,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -152,6 +155,7 @@ def gemm_all_reduce(
             :func:`mkernel.empty` kernels write it on every rank without a copy.
         out_dtype: of the result; default: that of ``out``, else that of ``a``; of e4m3 operands
             bfloat16, else float16 or float32.
+        prefetch: the weight that the next product reads, as :func:`mkernel.all_reduce` takes it.
         chunk: rows (or tiles) a communication chunk; default: the planner's choice.
         group: names the world; None: the default one.
 
@@ -169,26 +173,25 @@ def gemm_all_reduce(
     """
     more = a_scale is not None or b_scale is not None or use_fast_accum or out is not None
     normed = norm_weight is not None or residual is not None or quantise is not None
+    prefetch = prefetch if prefetch is None else hinted(prefetch)
     if not (more or normed or torch.compiler.is_compiling()):  # which is what most calls are
-        found: Tensor = ops.gemm_all_reduce(a, b, bias, out_dtype, chunk, group)
+        found: Tensor = ops.gemm_all_reduce(a, b, bias, out_dtype, chunk, prefetch, group)
         return found
     given = scaled(a_scale, b_scale, use_fast_accum)
     check_quantise(
         OP.name, quantise, norm_weight,
         a=a, b=b, bias=bias, residual=residual, out=out, out_dtype=out_dtype,
     )  # fmt: skip
+    call = GemmCall(
+        a, b, bias, 0, out, out_dtype, chunk=chunk, scaled=given, prefetch=prefetch, group=group
+    )
     if norm_weight is None:
         if residual is not None:
             raise ArgumentError("norm_weight", None, "a weight, beside residual")
-        return OP.result(
-            GemmCall(a, b, bias, 0, out, out_dtype, chunk=chunk, scaled=given, group=group)
-        )
+        return OP.result(call)
     if given is not None:
         raise ArgumentError("norm_weight", "a tensor", "None, beside scales: normalise the result")
-    norm = Normed(residual, norm_weight, float(eps))
-    rows, new = _normed(
-        GemmCall(a, b, bias, 0, out, out_dtype, chunk=chunk, norm=norm, group=group), norm
-    )
+    rows, new = _normed(call, Normed(residual, norm_weight, float(eps)))
     return results_of(rows, new, residual, quantise)
 
 
@@ -204,6 +207,7 @@ def _normed(call: GemmCall, norm: Normed) -> tuple[Tensor, Tensor]:
         a, b, bias, residual, weight = found.values()
     tensors, out = (a, b, weight, residual, bias), call.out
     options: dict[str, Any] = {"eps": norm.eps, "out_dtype": call.out_dtype, "chunk": call.chunk}
+    options["prefetch"] = call.prefetch
     results: tuple[Tensor, Tensor]
     if out is None:
         results = registered.gemm_all_reduce_norm(*tensors, **options, group=named)
@@ -236,9 +240,12 @@ def _kernel(
     group: Group,
     steps: Steps,
     out: Tensor | None = None,
+    prefetch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     norm = Normed(residual, norm_weight, eps)
-    call = GemmCall(a, b, bias, 0, out, out_dtype, chunk=chunk, norm=norm, group=group)
+    call = GemmCall(
+        a, b, bias, 0, out, out_dtype, chunk=chunk, norm=norm, prefetch=prefetch, group=group
+    )
     outputs = OP.call(call, steps).outputs
     return outputs["out"], outputs["residual_out"]
 
@@ -246,7 +253,8 @@ def _kernel(
 _INTO = native_op(
     "gemm_all_reduce_norm_into",
     (
-        "a", "b", "norm_weight", "residual", "bias", "out", "eps", "out_dtype", "chunk", "group",
+        "a", "b", "norm_weight", "residual", "bias", "out", "eps", "out_dtype", "chunk", "prefetch",
+        "group",
     ),
     (),
     _kernel,
@@ -273,8 +281,8 @@ def _fake(
 OP.register(derivatives.save_reduce, derivatives.reduce_backward)
 register(
     "gemm_all_reduce_norm(Tensor a, Tensor b, Tensor norm_weight, Tensor? residual=None, "
-    "Tensor? bias=None, *, float eps=1e-06, ScalarType? out_dtype=None, int? chunk=None, str group) "
-    "-> (Tensor, Tensor)",
+    "Tensor? bias=None, *, float eps=1e-06, ScalarType? out_dtype=None, int? chunk=None, "
+    "Tensor? prefetch=None, str group) -> (Tensor, Tensor)",
     _kernel,
     _fake,
     derivatives.save_norm,

@@ -158,11 +158,11 @@ def output(
 def apart(written: Mapping[str, Any], read: Mapping[str, Any]) -> None:
     """Require outputs that share no memory with an input or with another output: parts of them are
     written while others are still read. What is no tensor is passed over. ArgumentError."""
-    spans = {name: _span(each) for name, each in read.items() if isinstance(each, torch.Tensor)}
+    spans = {name: span(each) for name, each in read.items() if isinstance(each, torch.Tensor)}
     for name, output in written.items():
         if not isinstance(output, torch.Tensor):
             continue
-        begin, end = span = _span(output)
+        begin, end = span(output)
         for other, (first, last) in spans.items():
             if begin < last and first < end:
                 raise ArgumentError(
@@ -171,10 +171,10 @@ def apart(written: Mapping[str, Any], read: Mapping[str, Any]) -> None:
                     f"a tensor that shares no memory with {other}",
                     why="a call writes to it while inputs are still read",
                 )
-        spans[name] = span
+        spans[name] = (begin, end)
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first element and of the end of its last."""
     begin, last = tensor.data_ptr(), 0
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):

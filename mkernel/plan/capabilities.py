@@ -79,6 +79,9 @@ class AcceleratorCapabilities(Model):
     settles_puts: bool = False
     """Says that a call ends only when NICs have completed its puts, even if they keep no order.
     Else the host waits for such a NIC after each call."""
+    prefetch_ops: tuple[str, ...] = ()
+    """Ops whose launches may bring ``Call.tensors["prefetch"]``, which they do not read otherwise,
+    to a cache while ranks exchange. Other ops are not given it."""
     library_ops: tuple[str, ...] = ()
     """Ops that also run as a library's product and a collective (``LaunchPlan.path``), in a world of
     one node. The planner takes the faster path, or the one that ``MKERNEL_PATH`` names."""

@@ -12,6 +12,7 @@ from mkernel.plan.model import ScaleMode
 
 OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 SUMS = ("all_reduce",)
+PREFETCHES = ("gemm_all_reduce", "all_reduce")
 ATTENTION = ("ring_attention", "ring_attention_backward")
 MOE = ("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
 MOST_RANKS = 16

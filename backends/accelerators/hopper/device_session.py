@@ -18,6 +18,7 @@ from mkernel.backends.accelerators.cuda.pinned import PinnedMemory
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import Executor, executor_of
 from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.prefetch import prefetched_bytes
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
 from mkernel.backends.accelerators.hopper.starters import STARTED, SUMMED
 from mkernel.backends.contracts.accelerator import Again, Call, Launch
@@ -258,7 +259,9 @@ class DeviceSession:
             order,
             number,
             events,
-            again=partial(self._again, calls, call.symmetric, strides),
+            again=partial(
+                self._again, calls, call.symmetric, strides, prefetched_bytes(call.tensors)
+            ),
             results=results,
         )
 
@@ -271,8 +274,11 @@ class DeviceSession:
         calls: Executor,
         symmetric: Mapping[str, tuple[int, ...]],
         strides: Mapping[str, tuple[int, ...]],
+        prefetched: int,
     ) -> Again | None:
         starter = calls.starter(symmetric, strides)
+        if starter is not None and prefetched:
+            native().prefetch_in(starter, prefetched)
         names = SUMMED if "x" in strides else STARTED
         return None if starter is None else Again(starter, names, self._started)
 

@@ -193,6 +193,12 @@ class Spreads(Sourced):
     gemm_all_reduce: tuple[Spread, ...] = Field(min_length=1)
 
 
+class Prefetching(Sourced):
+    """The weight of the next product, which kernels bring to L2 while ranks exchange."""
+
+    most_bytes: int = Field(ge=0, description="of a call")
+
+
 class Norms(Sourced):
     """The time that residual and RMSNorm add to a call that sums few rows."""
 
@@ -210,6 +216,7 @@ class HopperMachine(ChipMachine):
     slicing: Slicing
     partials: Partials
     norms: Norms
+    prefetch: Prefetching
     scaled: Scaled
     parts: Parts
     attention: Attention

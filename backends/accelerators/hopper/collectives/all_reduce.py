@@ -26,6 +26,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
 )
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned
+from mkernel.backends.accelerators.hopper.prefetch import prefetch_of
 from mkernel.backends.accelerators.hopper.schedule import SumSchedule
 from mkernel.backends.accelerators.hopper.starters import normalises, summed_rows
 from mkernel.backends.contracts.accelerator import Call
@@ -115,7 +116,9 @@ class SumExecutor:
         made, x, out = native(), call.tensors["x"], call.tensors["out"]
         outs = list(call.symmetric.get("out", ())) or [out.data_ptr()]
         landings = self._outputs.landings(out.data_ptr())
-        together = self._together.of_call(call_id(call), call.timeout_s, landings)
+        together = self._together.of_call(
+            call_id(call), call.timeout_s, landings, **prefetch_of(call.tensors)
+        )
         element = getattr(made.Element, call.plan.dtype)
         made.all_reduce(together, element, x.data_ptr(), x.numel(), outs, made.Way.two_shot, stream)
 

@@ -15,6 +15,7 @@ import torch
 from mkernel.backends.accelerators.hopper.device_world import call_id
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
+from mkernel.backends.accelerators.hopper.prefetch import prefetch_of
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.plan.model import GemmShape, LaunchPlan, NormStep, SumShape
 
@@ -85,6 +86,7 @@ def sum_by_mail(
     launch normalises."""
     norm, out = RowNorm.of(call), writable(call.tensors["out"])
     given = {} if norm is None else {"norm": norm.addresses(), "twice": twice}
+    given |= prefetch_of(call.tensors)
     sums = rows_of(call.plan, blocks, source=terms.data_ptr(), out=out.data_ptr(), **given)
     native().sum_rows(world.of_call(call_id(call), call.timeout_s), sums, stream)
     deliver(out, call.tensors["out"])

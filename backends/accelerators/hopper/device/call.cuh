@@ -154,9 +154,9 @@ class BriefBlock {
   public:
     static constexpr unsigned kFewBlocks = 32;
 
-    // Called by all threads of the block, after `ptx::wait_for_grid_before`.
-    __device__ explicit BriefBlock(const Workspace& workspace) {
-        if (gridDim.x <= kFewBlocks) ptx::let_next_grid_start();
+    // Called by all threads of the block, after `ptx::wait_for_grid_before`. `waiting`: blocks that wait for peers.
+    __device__ explicit BriefBlock(const Workspace& workspace, unsigned waiting = gridDim.x) {
+        if (waiting <= kFewBlocks) ptx::let_next_grid_start();
         if (workspace.world == 1) return;
         __shared__ std::uint64_t of_block;
         transport::CallState& state = workspace.control().state;

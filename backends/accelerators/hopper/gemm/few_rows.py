@@ -10,7 +10,7 @@ Data flow of the views:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mkernel.backends.accelerators.hopper.collectives.norm import RowNorm, normalise
 from mkernel.backends.accelerators.hopper.device_world import (
@@ -23,6 +23,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
 )
 from mkernel.backends.accelerators.hopper.gemm.fused import Operands, pitches, scaling
 from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.hopper.prefetch import prefetch_of
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
 from mkernel.backends.accelerators.hopper.starters import normed_rows
 from mkernel.backends.contracts.accelerator import Call
@@ -120,7 +121,8 @@ class FewRowsExecutor:
         stream: int,
         norm: RowNorm | None = None,
     ) -> None:
-        more = {} if norm is None else {"norm": norm.addresses()}
+        more: dict[str, Any] = {} if norm is None else {"norm": norm.addresses()}
+        more |= prefetch_of(call.tensors)
         calls.start(call_id(call), call.timeout_s, operands.tensors(), stream, **more)
 
     def _together(self, call: Call) -> _hopper.Collective:

@@ -32,6 +32,7 @@ from mkernel.backends.accelerators.hopper.gemm import cublas
 from mkernel.backends.accelerators.hopper.gemm.products import multiply_by
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned
+from mkernel.backends.accelerators.hopper.prefetch import prefetch_of
 from mkernel.backends.accelerators.hopper.schedule import (
     MOST_NORMED_COLUMNS,
     LibrarySchedule,
@@ -220,7 +221,9 @@ class LibraryExecutor:
             return
         made, element = native(), self._element
         landings = self._outputs.landings(tensors["out"].data_ptr())
-        together = self._collective.of_call(call_id(call), call.timeout_s, landings)
+        together = self._collective.of_call(
+            call_id(call), call.timeout_s, landings, **prefetch_of(tensors)
+        )
         elements, source, out = self._elements, partial.data_ptr(), tensors["out"].data_ptr()
         bias = aligned(tensors["bias"]) if self._plan.bias == "launch" else None
         row = {"bias": 0 if bias is None else bias.data_ptr(), "columns": self._plan.gemm.n}

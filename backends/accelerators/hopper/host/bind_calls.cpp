@@ -3,6 +3,7 @@
 
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/call_order.hpp"
+#include "backends/accelerators/hopper/host/call_starter.hpp"
 #include "backends/accelerators/hopper/host/control_block.hpp"
 
 namespace py = pybind11;
@@ -29,6 +30,9 @@ void bind_calls(py::module_& module) {
         .def("finished", &CallOrder::finished, py::arg("call"));
 
     module.def("capture_of", &capture_of, py::arg("stream"));
+    py::class_<Prefetch>(module, "Prefetch")
+        .def(py::init(&Prefetch::of), py::arg("address"), py::arg("nbytes"));
+    module.def("prefetch_in", &CallStarter::prefetch_in, py::arg("starter"), py::arg("nbytes"));
     py::class_<ControlBlock>(module, "ControlBlock")
         .def(py::init<>())
         .def_property_readonly("address", &ControlBlock::address)

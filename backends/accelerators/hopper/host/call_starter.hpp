@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "backends/accelerators/hopper/host/call_order.hpp"
+#include "backends/accelerators/hopper/kernels/prefetch.hpp"
 #include "backends/contracts/call_starter.h"
 
 namespace mkernel::hopper {
@@ -28,6 +29,7 @@ enum : int {
     kNormWeight,
     kResidual,
     kResidualOut,
+    kPrefetch,
 };
 
 class CallStarter {
@@ -43,11 +45,17 @@ class CallStarter {
 
     // Returns the capsule that the contract requires, which owns the starter.
     static pybind11::object capsule(std::unique_ptr<CallStarter> starter);
+    // Has the starter of a capsule prefetch so many bytes of the tensor kPrefetch in each call.
+    static void prefetch_in(const pybind11::capsule& starter, std::uint64_t nbytes);
 
   protected:
     // Queues the call's work, between the world's calls before and after it. With the GIL held.
     virtual void queue(const MkernelCall& call) = 0;
 
+    // Returns the bytes that the kernels of a call prefetch.
+    [[nodiscard]] Prefetch prefetch(const MkernelCall& call) const {
+        return Prefetch::of(call.addresses[kPrefetch], prefetched_bytes_);
+    }
     [[nodiscard]] int device() const { return device_; }
     [[nodiscard]] CallOrder& order() { return order_; }
 
@@ -55,6 +63,7 @@ class CallStarter {
     int device_;
     pybind11::object kept_order_;
     CallOrder& order_;
+    std::uint64_t prefetched_bytes_ = 0;
 };
 
 // Returns the number of a call as kernels note it: the low 32 bits.

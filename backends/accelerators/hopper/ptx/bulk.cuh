@@ -26,4 +26,9 @@ __device__ inline void store_bytes(void* to, const void* from_shared, std::uint3
                  : "memory");
 }
 
+// Requests bytes of global memory for L2; nothing waits for them.
+__device__ inline void prefetch_bytes(std::uint64_t at, std::uint32_t nbytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(nbytes) : "memory");
+}
+
 }  // namespace mkernel::hopper::ptx

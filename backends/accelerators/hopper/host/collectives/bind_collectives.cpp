@@ -38,8 +38,9 @@ Collective collective(const DeviceWorld& world, std::uint64_t staging_bytes, std
 }
 
 Collective of_call(Collective call, std::uint32_t number, double timeout_s,
-                   const Landings& landings) {
+                   const Landings& landings, const Prefetch& prefetch) {
     call.landings = landings;
+    call.prefetch = prefetch;
     call.limits.call = number;
     call.limits.timeout_ns = static_cast<std::uint64_t>(timeout_s * 1e9);
     return call;
@@ -68,7 +69,7 @@ const void* source(std::uint64_t address) {
 
 RowsOfSums rows_of_sums(std::uint64_t from, std::uint64_t out, std::uint32_t rows,
                         std::uint32_t columns, bool half, std::uint32_t blocks, const RowNorm& norm,
-                        bool twice) {
+                        bool twice, const Prefetch& prefetch) {
     return {.from = source(from),
             .out = reinterpret_cast<void*>(out),
             .rows = rows,
@@ -76,13 +77,15 @@ RowsOfSums rows_of_sums(std::uint64_t from, std::uint64_t out, std::uint32_t row
             .half = half,
             .norm = norm,
             .blocks = blocks,
-            .twice = twice};
+            .twice = twice,
+            .prefetch = prefetch};
 }
 
 void bind_sum_rows(py::module_& module) {
     py::class_<RowsOfSums>(module, "RowsOfSums")
         .def(py::init(&rows_of_sums), py::kw_only(), "source"_a = 0, "out"_a = 0, "rows"_a,
-             "columns"_a, "half"_a, "blocks"_a, "norm"_a = RowNorm{}, "twice"_a = false);
+             "columns"_a, "half"_a, "blocks"_a, "norm"_a = RowNorm{}, "twice"_a = false,
+             "prefetch"_a = Prefetch{});
     py::class_<SummedRows>(module, "SummedRows")
         .def(py::init<RowsOfSums, std::optional<float>>(), "rows"_a, "eps"_a = py::none());
     module.attr("MOST_NORMED_COLUMNS") = kMostNormedColumns;
@@ -124,9 +127,10 @@ class SumStarter final : public CallStarter {
         const cudaStream_t stream = cuda::stream_at(call.stream);
         const void* const x = source(call.addresses[kA]);
         Collective together = of_call(together_, call_number(call), call.timeout_s,
-                                      outputs_.landings(call.addresses[kOut]));
+                                      outputs_.landings(call.addresses[kOut]), prefetch(call));
         if (by_mail_) {
-            sum_rows(together.workspace, together.limits, sums_.of(call, x), stream);
+            sum_rows(together.workspace, together.limits, sums_.of(call, x, together.prefetch),
+                     stream);
             return;
         }
         Outs outs = outs_;
@@ -162,7 +166,8 @@ void bind_collectives(py::module_& module) {
     py::class_<Collective>(module, "Collective")
         .def(py::init(&collective), "world"_a, "staging_bytes"_a, "staging"_a = 0, "blocks"_a = 0,
              "by_mail"_a = false)
-        .def("of_call", &of_call, "number"_a, "timeout_s"_a, "landings"_a = Landings{});
+        .def("of_call", &of_call, "number"_a, "timeout_s"_a, "landings"_a = Landings{},
+             "prefetch"_a = Prefetch{});
 
     module.def("all_gather_staging", &collectives::all_gather_staging, "world"_a, "shard_bytes"_a,
                "symmetric"_a, "beside_bytes"_a = 0);

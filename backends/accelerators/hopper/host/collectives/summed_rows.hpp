@@ -22,11 +22,13 @@ struct SummedRows {
     }
 
     // Returns the rows of a call, whose terms lie at `from`.
-    [[nodiscard]] RowsOfSums of(const MkernelCall& call, const void* from) const {
+    [[nodiscard]] RowsOfSums of(const MkernelCall& call, const void* from,
+                                const Prefetch& prefetch = {}) const {
         RowsOfSums found = rows;
         found.from = from;
         found.out = reinterpret_cast<void*>(call.addresses[kOut]);
         found.norm = norm(call);
+        found.prefetch = prefetch;
         return found;
     }
 

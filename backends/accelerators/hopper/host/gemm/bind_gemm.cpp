@@ -268,10 +268,12 @@ void bind_few_rows(py::module_& module) {
         .def(
             "start",
             [](FewRowsCalls& calls, std::uint32_t number, double timeout_s,
-               const GemmTensors& tensors, std::uint64_t stream,
-               const RowNorm& norm) { calls.start({number, timeout_s, tensors, stream}, norm); },
+               const GemmTensors& tensors, std::uint64_t stream, const RowNorm& norm,
+               const Prefetch& prefetch) {
+                calls.start({number, timeout_s, tensors, stream}, norm, prefetch);
+            },
             "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a, "norm"_a = RowNorm{},
-            py::call_guard<py::gil_scoped_release>());
+            "prefetch"_a = Prefetch{}, py::call_guard<py::gil_scoped_release>());
     module.attr("MOST_FEW_ROWS") = kMostFewRows;
     module.attr("MOST_SPLITS") = kMostSplits;
     module.attr("FEW_COLUMNS") = kFewColumns;

@@ -73,6 +73,7 @@ class LibraryStarter final : public CallStarter {
         plan_.together.limits.call = call_number(call);
         plan_.together.limits.timeout_ns = static_cast<std::uint64_t>(call.timeout_s * 1e9);
         plan_.together.landings = plan_.outputs.landings(call.addresses[kOut]);
+        plan_.together.prefetch = prefetch(call);
         const bool by_address =
             (bias.is_none() || !plan_.gathers) && product_->takes_addresses(rows());
         const std::uint64_t room =
@@ -131,7 +132,8 @@ class LibraryStarter final : public CallStarter {
         const cudaStream_t stream = cuda::stream_at(call.stream);
         const py::gil_scoped_release released;
         if (plan_.inside) {
-            sum_rows(together.workspace, together.limits, plan_.sums.of(call, partials), stream);
+            sum_rows(together.workspace, together.limits,
+                     plan_.sums.of(call, partials, together.prefetch), stream);
             return;
         }
         if (plan_.scatters) {

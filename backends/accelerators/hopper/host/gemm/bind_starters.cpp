@@ -79,7 +79,8 @@ class FewRowsStarter final : public CallStarter {
     void queue(const MkernelCall& call) override {
         const py::gil_scoped_release released;
         const bool inside = inside_ && sums_;
-        calls_.start(pitches_.call_once(call), inside ? sums_->norm(call) : RowNorm{});
+        calls_.start(pitches_.call_once(call), inside ? sums_->norm(call) : RowNorm{},
+                     prefetch(call));
         if (sums_ && !inside) sums_->normalise(call, cuda::stream_at(call.stream));
     }
 

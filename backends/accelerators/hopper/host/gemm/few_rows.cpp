@@ -41,7 +41,10 @@ void check_norm(int ranks, const Product& product, const FewRowsSchedule& schedu
     }
 }
 
-void check_tiled(const Product& product, const RowNorm& norm) {
+void check_tiled(const Product& product, const FewRowsSchedule& schedule, const RowNorm& norm) {
+    if (schedule.exchange != FewRowsExchange::all_reduce) {
+        throw std::invalid_argument("tiles by mail that are scattered");
+    }
     if (product.scaling != Scaling::none) {
         throw std::invalid_argument("tiles by mail of e4m3 operands");
     }
@@ -67,7 +70,8 @@ int few_rows_height(int m) {
 }
 
 void check_few_rows(int world, int n, const FewRowsSchedule& schedule) {
-    const std::uint64_t needed = world * slot_bytes(world, n, schedule);
+    const int slots = schedule.tiled ? world - 1 : world;
+    const std::uint64_t needed = slots * slot_bytes(world, n, schedule);
     if (world > 1 && needed > kMailBytes) {
         throw std::length_error("the ranks' sums are " + std::to_string(needed) +
                                 " bytes; a call of few rows may have " +
@@ -76,11 +80,11 @@ void check_few_rows(int world, int n, const FewRowsSchedule& schedule) {
 }
 
 void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSchedule& schedule,
-              const RowNorm& norm, std::uint64_t stream) {
+              const RowNorm& norm, const Prefetch& prefetch, std::uint64_t stream) {
     const auto ranks = static_cast<int>(world.workspaces.size());
     check_few_rows(ranks, product.n, schedule);
     if (schedule.tiled) {
-        check_tiled(product, norm);
+        check_tiled(product, schedule, norm);
     } else if (norm.weight != nullptr) {
         check_norm(ranks, product, schedule);
     }
@@ -106,6 +110,7 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
     args.exchange = schedule.exchange;
     args.unrounded = schedule.unrounded;
     args.norm = norm;
+    args.prefetch = prefetch;
     const cudaStream_t on = cuda::stream_at(stream);
     if (schedule.tiled) {
         auto* const launch =
@@ -121,12 +126,12 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
 FewRowsCalls::FewRowsCalls(int device, DeviceWorld world, Product product, FewRowsSchedule schedule)
     : device_(device), world_(std::move(world)), product_(product), schedule_(schedule) {}
 
-void FewRowsCalls::start(const CallOnce& call, const RowNorm& norm) {
+void FewRowsCalls::start(const CallOnce& call, const RowNorm& norm, const Prefetch& prefetch) {
     const cuda::DeviceScope scope(device_);
     world_.call = call.number;
     world_.timeout_s = call.timeout_s;
     product_.tensors = call.tensors;
-    few_rows(world_, product_, schedule_, norm, call.stream);
+    few_rows(world_, product_, schedule_, norm, prefetch, call.stream);
 }
 
 }  // namespace mkernel::hopper

@@ -32,6 +32,7 @@
 
 #include "backends/accelerators/hopper/device/landing.cuh"
 #include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/accelerators/hopper/kernels/prefetch.hpp"
 #include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper::collectives {
@@ -60,6 +61,7 @@ struct Collective {
     bool by_mail = false;
     // The landings of a two-shot all_reduce into an out that is not symmetric, neither brief nor by mail.
     Landings landings{};
+    Prefetch prefetch{};  // of an all_reduce by mail; others ignore it
 };
 
 // `at[rank]` is this rank's own. `symmetric`: at[p] is rank p's, mapped here; else only at[rank] is

@@ -11,6 +11,7 @@
 
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/device/mailbox.cuh"
+#include "backends/accelerators/hopper/device/prefetch.cuh"
 #include "backends/accelerators/hopper/kernels/collectives/launch.cuh"
 #include "backends/accelerators/hopper/kernels/collectives/ordered_sum.cuh"
 
@@ -152,6 +153,7 @@ struct Reduced {
     std::uint32_t elements;  // of the result
     std::uint32_t owned;     // elements of each rank but perhaps the last ones
     Bias bias;
+    Prefetch prefetch;  // of an all_reduce
 };
 
 template <class In>
@@ -184,7 +186,7 @@ __global__ void __launch_bounds__(kMailThreads, 2)
             static_cast<const In*>(args.src) + (kScatter ? std::uint64_t{args.elements} * of : 0);
         return load<kWhole, Eight<In>>(part + at, args.elements - at);
     };
-    const BriefBlock brief(sent.workspace);
+    const BriefBlock brief(sent.workspace, args.prefetch.exchanging(gridDim.x));
     const std::uint64_t epoch = brief.epoch();
     const std::uint32_t places = (args.elements + 7) / 8;
     for_own(places, [&](std::uint32_t place) {
@@ -197,6 +199,7 @@ __global__ void __launch_bounds__(kMailThreads, 2)
         }
         return true;
     });
+    if (!kScatter && threadIdx.x == blockDim.x - 1) prefetch_share(args.prefetch);
     const auto waiter = sent.waiter();
     for_own(places, [&](std::uint32_t place) {
         const int owner = kScatter ? rank : static_cast<int>(place * 8 / args.owned);
@@ -237,6 +240,7 @@ struct Twice {
     std::uint64_t sums;   // where mail with sums begins
     std::uint64_t sums_slot;
     Bias bias;
+    Prefetch prefetch;
 
     __device__ int peer(int step) const {
         const int next = workspace.rank + step;
@@ -262,7 +266,7 @@ __global__ void __launch_bounds__(kMailThreads, 2)
     const In* const src = static_cast<const In*>(args.src);
     Out* const out = static_cast<Out*>(args.out);
     ptx::wait_for_grid_before();
-    const BriefBlock brief(args.workspace);
+    const BriefBlock brief(args.workspace, args.prefetch.exchanging(gridDim.x));
     const std::uint64_t epoch = brief.epoch();
     const std::uint32_t places = args.owned / 8;
     for_own(places, [&](std::uint32_t place) {
@@ -277,6 +281,7 @@ __global__ void __launch_bounds__(kMailThreads, 2)
         }
         return true;
     });
+    if (threadIdx.x == blockDim.x - 1) prefetch_share(args.prefetch);
     const transport::DeviceWaiter waiter =
         waiter_of(args.workspace, args.limits, transport::Waiter::comm_kernel);
     const std::uint32_t first = args.begin(rank);
@@ -350,10 +355,12 @@ Sent sent(const Collective& call, std::uint64_t nbytes) {
 }
 
 template <class Args>
-void launch(void (*kernel)(Args), const Args& args, const Collective& call, std::uint32_t places,
+void launch(void (*kernel)(Args), Args args, const Collective& call, std::uint32_t places,
             cudaStream_t stream) {
-    const std::uint32_t blocks = (places + kMailThreads - 1) / kMailThreads;
-    launch_early(kernel, args, std::min(blocks, most_blocks(call)), kMailThreads, stream);
+    const std::uint32_t most = most_blocks(call);
+    std::uint32_t blocks = std::min((places + kMailThreads - 1) / kMailThreads, most);
+    if constexpr (requires { args.prefetch; }) blocks = args.prefetch.blocks_beside(blocks, most);
+    launch_early(kernel, args, blocks, kMailThreads, stream);
 }
 
 template <bool kScatter>
@@ -365,7 +372,8 @@ void reduce(const Collective& call, Element element, const void* src, std::uint6
                        .out = out,
                        .elements = static_cast<std::uint32_t>(elements),
                        .owned = static_cast<std::uint32_t>(owned),
-                       .bias = bias};
+                       .bias = bias,
+                       .prefetch = kScatter ? Prefetch{} : call.prefetch};
     const bool vectors = whole({src, out}, {elements * kResultBytes});
     const auto kernel = of_element<void (*)(Reduced)>(element, [&](auto source, auto result) {
         using In = decltype(source);
@@ -420,7 +428,8 @@ void all_reduce_twice_by_mail(const Collective& call, Element element, const voi
                      .slot = slot,
                      .sums = peers * slot,
                      .sums_slot = sums_slot,
-                     .bias = bias};
+                     .bias = bias,
+                     .prefetch = call.prefetch};
     const bool vectors = whole({src, out}, {elements * kResultBytes});
     const auto kernel = of_element<void (*)(Twice)>(element, [&](auto source, auto result) {
         using In = decltype(source);

@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "backends/accelerators/cuda/error.hpp"
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/device/mailbox.cuh"
+#include "backends/accelerators/hopper/device/prefetch.cuh"
 #include "backends/accelerators/hopper/kernels/collectives/exchange.cuh"
 #include "backends/accelerators/hopper/kernels/eight.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
@@ -192,7 +194,7 @@ __device__ void send_row(const RowsOfSums& sums, const Row<Element, kBatch>& row
     });
 }
 
-// A block sends its next row before it waits for this one.
+// A block sends its next row before it waits for this one. Blocks without a row prefetch alone.
 template <class Element, int kBatch, bool kNorm>
 __global__ void __launch_bounds__(kMostThreads, 1)
     sum_rows_kernel(const __grid_constant__ Args args) {
@@ -203,8 +205,10 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const auto fetch = [&](std::uint32_t number) {
         Row<Element, kBatch>(args.sums, number).load(args.sums.from, threadIdx.x, terms);
     };
-    fetch(blockIdx.x);
-    const BriefBlock brief(workspace);
+    const Prefetch& prefetch = args.sums.prefetch;
+    const bool exchanges = blockIdx.x < args.sums.rows;
+    if (exchanges) fetch(blockIdx.x);
+    const BriefBlock brief(workspace, prefetch.exchanging(gridDim.x));
     const std::uint64_t epoch = brief.epoch();
     const auto waiter = args.waiter();
     const auto send = [&](std::uint32_t number) {
@@ -237,7 +241,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         };
         return finish_row<Element, kBatch, kNorm>(args.sums, number, sum);
     };
-    send(blockIdx.x);
+    if (exchanges) send(blockIdx.x);
+    if (threadIdx.x == blockDim.x - 1) prefetch_share(prefetch);
     for (std::uint32_t number = blockIdx.x; number < args.sums.rows; number += gridDim.x) {
         if (const std::uint32_t next = number + gridDim.x; next < args.sums.rows) {
             fetch(next);
@@ -256,7 +261,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     ptx::wait_for_grid_before();
     const Workspace& workspace = args.workspace;
     const int world = workspace.world;
-    const BriefBlock brief(workspace);
+    const Prefetch& prefetch = args.sums.prefetch;
+    const BriefBlock brief(workspace, prefetch.exchanging(gridDim.x));
     const std::uint64_t epoch = brief.epoch();
     const auto waiter = args.waiter();
     const auto row_of = [&](int rank, std::uint32_t index) { return rank * args.owned + index; };
@@ -272,6 +278,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
                 return args.mail(args.peer(to), to - 1, epoch) + args.bytes(index);
             });
         }
+        if (index == blockIdx.x && threadIdx.x == blockDim.x - 1) prefetch_share(prefetch);
         return true;
     };
     const auto own = [&](std::uint32_t index) {
@@ -329,6 +336,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         }
         return true;
     };
+    if (blockIdx.x >= args.owned && threadIdx.x == blockDim.x - 1) prefetch_share(prefetch);
     collectives::for_each_chunk(args.owned, send, own, take);
     brief.finish(workspace);
 }
@@ -407,9 +415,9 @@ void check(const RowsOfSums& sums) {
 // `rows`: those that blocks share. `each`: blocks of most threads on a multiprocessor, which has more where rows are
 // narrow.
 template <class Parameter>
-void start(const char* what, void (*kernel)(Parameter), const Parameter& argument,
-           const RowsOfSums& sums, std::uint32_t rows, std::uint32_t each,
-           std::uint32_t most_shared, std::uint32_t shared, cudaStream_t stream) {
+void start(const char* what, void (*kernel)(Parameter), Parameter argument, const RowsOfSums& sums,
+           std::uint32_t rows, std::uint32_t each, std::uint32_t most_shared, std::uint32_t shared,
+           cudaStream_t stream) {
     int processors = 0;
     cuda::check(Prepared::find(reinterpret_cast<const void*>(kernel), most_shared, processors),
                 what);
@@ -417,7 +425,12 @@ void start(const char* what, void (*kernel)(Parameter), const Parameter& argumen
     const std::uint32_t threads =
         std::min<std::uint32_t>((sums.columns / 8 + 31) / 32 * 32, kMostThreads);
     cudaLaunchConfig_t config{};
-    config.gridDim = std::min(blocks * each * (kMostThreads / threads), rows);
+    const std::uint32_t most = blocks * each * (kMostThreads / threads);
+    std::uint32_t grid = std::min(most, rows);
+    if constexpr (std::is_same_v<Parameter, Args>) {
+        grid = argument.sums.prefetch.blocks_beside(grid, most);
+    }
+    config.gridDim = grid;
     config.blockDim = threads;
     config.dynamicSmemBytes = shared;
     config.stream = stream;

@@ -23,6 +23,7 @@
 
 #include "backends/accelerators/hopper/device/workspace.cuh"
 #include "backends/accelerators/hopper/kernels/collectives/row_norm.hpp"
+#include "backends/accelerators/hopper/kernels/prefetch.hpp"
 #include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper {
@@ -36,7 +37,8 @@ struct RowsOfSums {
     RowNorm norm;
     std::uint32_t
         blocks;  // multiprocessors whose blocks there are at most; 0: all. The same on all ranks
-    bool twice = false;  // by two exchanges; there is a norm
+    bool twice = false;   // by two exchanges; there is a norm
+    Prefetch prefetch{};  // while they are summed
 };
 
 // Rows that sum_rows normalises lie in shared memory, unrounded.

@@ -26,6 +26,7 @@
 
 #include "backends/accelerators/hopper/device/workspace.cuh"
 #include "backends/accelerators/hopper/kernels/collectives/row_norm.hpp"
+#include "backends/accelerators/hopper/kernels/prefetch.hpp"
 #include "backends/accelerators/hopper/tile/operand_scales.cuh"
 #include "backends/transport/host_control.hpp"
 
@@ -52,6 +53,7 @@ struct FewRowsArgs {
     FewRowsExchange exchange;
     bool unrounded;  // float32 sums travel
     RowNorm norm;    // of AllReduce, where there are as many clusters as tiles
+    Prefetch prefetch;
 };
 
 // Returns the rows of the kernel which runs m rows, a multiple of 16; boxes of `a` are as high.

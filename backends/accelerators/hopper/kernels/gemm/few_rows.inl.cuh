@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backends/accelerators/hopper/device/call.cuh"
+#include "backends/accelerators/hopper/device/prefetch.cuh"
 #include "backends/accelerators/hopper/kernels/gemm/few_rows/exchange.cuh"
 #include "backends/accelerators/hopper/kernels/gemm/few_rows/norm.cuh"
 #include "backends/accelerators/hopper/kernels/gemm/few_rows/weights.cuh"
@@ -54,7 +55,12 @@ __global__ void __launch_bounds__(kFewThreads, 1)
                 if (tile + clusters >= tiles) ptx::let_next_grid_start();
             }
             __syncwarp();
-            for (int barrier = 0; barrier < 2; ++barrier) ptx::cluster_barrier();
+            ptx::cluster_arrive();
+            // The multipliers do not wait for this warp before they have sent and taken their mail.
+            if (loads && tile + clusters >= tiles) prefetch_share(args.prefetch);
+            __syncwarp();
+            ptx::cluster_wait();
+            ptx::cluster_barrier();
             if (threadIdx.x < kFewMultipliers + kWarp) await_free_stages();
         }
         return;
