@@ -168,10 +168,15 @@ class RowParallelLinear(_ParallelLinear):
 
     _split = 1
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, prefetch: Tensor | None = None) -> Tensor:
         """Apply the layer. Raises ShapeError and the other errors of
-        :func:`mkernel.gemm_reduce_scatter`."""
-        return row_product(x, self.weight, self.bias, self._split_dim, self.group)
+        :func:`mkernel.gemm_reduce_scatter`.
+
+        Args:
+            prefetch: the weight of the next layer, as :func:`mkernel.gemm_all_reduce` takes it; unused
+                with ``sequence_parallel``, whose exchanges have many rows.
+        """
+        return row_product(x, self.weight, self.bias, self._split_dim, self.group, prefetch)
 
 
 def column_product(
@@ -200,7 +205,12 @@ def column_product(
 
 
 def row_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, split: int | None, group: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    split: int | None,
+    group: str,
+    prefetch: Tensor | None = None,
 ) -> Tensor:
     """Compute a :class:`RowParallelLinear` from this rank's ``weight`` and the whole ``bias``.
 
@@ -208,7 +218,7 @@ def row_product(
     """
     check_input(x, weight.shape[1], split)
     if split is None:
-        return gemm_all_reduce(x, weight.t(), bias=bias, group=group)
+        return gemm_all_reduce(x, weight.t(), bias=bias, prefetch=prefetch, group=group)
     return gemm_reduce_scatter(x, weight.t(), bias=bias, scatter_dim=split, group=group)
 
 

@@ -98,6 +98,7 @@ def ways() -> dict[str, tuple[Callable[[], object], set[str]]]:
         ),
         "norm": (lambda: ops.gemm_all_reduce_norm(a, square, norm, a), set()),
         "sum": (lambda: ops.all_reduce(a), set()),
+        "sum beside a prefetch": (lambda: ops.all_reduce(a, prefetch=torch.randn(K, N)), set()),
         "normalised sum": (lambda: ops.all_reduce_norm(a, norm, a), set()),
         "attention": (lambda: ops.ring_attention(q, q, q), set()),
         "no gradients": (lambda: no_grad(lambda: ops.all_gather_gemm(a, weight)), set()),

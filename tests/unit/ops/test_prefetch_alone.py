@@ -20,6 +20,7 @@ from torch.nn import Parameter
 import mkernel
 from mkernel.backends.contracts.instrumented import LaunchTimes
 from mkernel.errors import ArgumentError, DtypeError, LayoutError
+from mkernel.nn import RowParallelLinear
 from mkernel.ops.registration import ops
 from mkernel.world.calls import CallRecord
 from mkernel.world.world import World
@@ -250,3 +251,13 @@ def test_of_a_dtensor_this_ranks_part_is_prefetched() -> None:
     weight = DTensor.from_local(drawn(64, 48), DeviceMesh("cpu", [0]), [Shard(0)])
     for call in CALLS.values():
         same(call(prefetch=weight), call())
+
+
+def test_a_row_parallel_layer_takes_it() -> None:
+    layer = RowParallelLinear(32, 32, sequence_parallel=False)
+    with torch.no_grad():
+        same(layer(X, prefetch=drawn(64, 48)), layer(X))
+        with pytest.raises(DtypeError, match="prefetch = "):
+            layer(X, prefetch="weight")
+        split = RowParallelLinear(32, 32)
+        same(split(X, prefetch=drawn(64, 48)), split(X))
