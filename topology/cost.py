@@ -243,17 +243,12 @@ class FewRowsConstants(SendingRates):
 
 
 class MailedTilesConstants(SendingRates):
-    """Constants of GEMM+AllReduce and GEMM+ReduceScatter by one kernel whose tiles leave for the
-    peers as they are finished: for more rows than the kernel of few rows takes."""
+    """Constants of GEMM+AllReduce by one kernel whose tiles leave for the peers as they are finished:
+    for more rows than the kernel of few rows takes."""
 
-    ops: tuple[Literal["gemm_all_reduce", "gemm_reduce_scatter"], ...] = Field(
-        ("gemm_all_reduce",), description="that run it"
-    )
     least_rows: int = Field(ge=1)
     most_rows: int = Field(ge=1)
-    most_bytes: int = Field(
-        ge=1, description="that ranks send to one of them, and as its own count"
-    )
+    most_bytes: int = Field(ge=1, description="that all peers send to one rank")
     tiles: tuple[Tile, ...] = Field(min_length=1, description="of which the fastest is taken")
     start_us: float = Field(ge=0, description="launch, and start and end of the product")
     tile_us: float = Field(ge=0, description="start and end of a tile that nothing hides")

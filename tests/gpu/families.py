@@ -123,13 +123,13 @@ SUMS = [
     Shape(REDUCE, 16, 1032, 4096),
     Shape(REDUCE, 33, 8192, 512, dtype="float16"),
     Shape(REDUCE, 128, 5120, 1048, layout="column"),
-    Shape(REDUCE, 256, 7168, 264),
+    Shape(REDUCE, 127, 7168, 264),
     Shape(REDUCE, 40, 17416, 264, layout="column"),  # a second wave of tiles
 ]
 SCATTERED = [
     Shape(SCATTER, 4, 4096, 2048, layout="column"),
     Shape(SCATTER, 36, 1032, 4096, dtype="float16", bias=True),
-    Shape(SCATTER, 256, 7168, 264),
+    Shape(SCATTER, 124, 7168, 264),
     Shape(SCATTER, 20, 17416, 520),
 ]
 SCALED = [
@@ -138,18 +138,27 @@ SCALED = [
         (REDUCE, 16, 1040, 4096, "bfloat16", "row"),
         (REDUCE, 128, 5120, 1040, "float16", "tensor"),
         (SCATTER, 64, 4096, 2048, "bfloat16", "row"),
-        (SCATTER, 256, 7168, 272, "float16", "row"),
+        (SCATTER, 124, 7168, 272, "float16", "row"),
         (SCATTER, 36, 17424, 528, "bfloat16", "tensor"),
     )
 ]
 FEW = [*SUMS, *SCATTERED, *SCALED]
+# Of more rows: whole tiles and odd ones of both sizes, one wave of them and several, a norm behind them.
+TILED = [
+    Shape(REDUCE, 256, 7168, 264),
+    Shape(REDUCE, 129, 1032, 4096, layout="column", bias=True),
+    Shape(REDUCE, 512, 8192, 520, dtype="float16"),
+    Shape(REDUCE, 1000, 2056, 264, layout="column"),
+    Shape(REDUCE, 300, 12296, 136, dtype="float16", layout="column", bias=True),
+    normed(400, 4104, 1032, layout="column"),
+]
 # With norms in the kernel: each height, odd tiles, shares of one row and of none, eight parts of K.
 NORMED = [
     normed(1, 4096, 2048, layout="column"),
     normed(16, 1032, 4096, norm="alone"),
     normed(33, 8192, 512, dtype="float16", bias=True),
     normed(128, 5120, 1048, layout="column"),
-    normed(256, 7168, 264),
+    normed(127, 7168, 264),
     normed(3, 264, 8192, norm="alone", bias=True),
     normed(64, 8192, 4096),
 ]
@@ -157,6 +166,7 @@ IN_TWO_WAVES = normed(40, 17416, 264, layout="column")  # behind the kernel
 FEW_AND_OTHERS = [
     *NORMED,
     *FEW,
+    *TILED,
     Shape(GATHER, 1024, 512, 1024),
     Shape(REDUCE, 64, 1024, 512, path="library"),
     Shape(SCATTER, 256, 1024, 512, path="library"),
@@ -166,9 +176,9 @@ FEW_AND_OTHERS = [
 
 
 def drawn_few(chance: random.Random, world: int) -> Shape:
-    """Draw any legal shape of up to 256 rows, for up to four ranks, half of them with a norm."""
+    """Draw any legal shape of up to 600 rows, for up to four ranks, half of them with a norm."""
     op = chance.choice((REDUCE, SCATTER))
-    m = chance.choice((1, 2, 8, 15, 16, 17, 32, 64, 100, 128, 129, 256, chance.randint(1, 256)))
+    m = chance.choice((1, 2, 8, 15, 16, 17, 32, 64, 100, 128, 129, 256, chance.randint(1, 600)))
     n = 8 * chance.randint(1, chance.choice((4, 40, 160, 1100, 2400)))
     k = 8 * chance.randint(1, chance.choice((2, 40, 400, 1000)))
     m = m if op == REDUCE else min(256, -(-m // 4) * 4)
@@ -399,8 +409,8 @@ FAMILIES = {
     "e4m3-promoted": Family(PROMOTED, 60, 60, least=2),
     "parts": Family(IN_PARTS, 60, 60, drawn=drawn_parts, draws=90, least=2),
     "few-rows": Family(
-        FEW_AND_OTHERS, 100, 1000, 60, in_graphs=[*NORMED, IN_TWO_WAVES, *FEW], times=20,
-        repeated=[SUMS[3], SCATTERED[2], NORMED[3], NORMED[6]], drawn=drawn_few, draws=240,
+        FEW_AND_OTHERS, 100, 1000, 60, in_graphs=[*NORMED, IN_TWO_WAVES, *FEW, *TILED], times=20,
+        repeated=[SUMS[3], SCATTERED[2], NORMED[3], NORMED[6], TILED[2]], drawn=drawn_few, draws=240,
         environment={PATH: "fused"}, everywhere=True,
     ),
     "sums": Family(

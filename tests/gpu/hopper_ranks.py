@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 
 import mkernel
 from mkernel.backends.accelerators.hopper.device_session import DeviceSession
+from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
 from mkernel.cases import case_of
 from mkernel.cases.all_reduce import EPS
 from mkernel.cases.base import Case
@@ -212,6 +213,17 @@ def of_many_tiles() -> list[str]:
                 break
         del out, b
     return failures
+
+
+def tilings(shapes: Sequence[Shape]) -> list[str | None]:
+    """Return the tiles of each shape's call by mail."""
+    found = []
+    for shape in shapes:
+        work = shape.work()
+        work.call()
+        found.append(work.done.plan.part(FewRowsSchedule).tiling)
+    mkernel.synchronize()
+    return found
 
 
 def known(shapes: Sequence[Shape], rounds: int) -> list[str]:

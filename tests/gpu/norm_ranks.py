@@ -31,7 +31,7 @@ def everywhere(file: Path) -> Path:
     """Write this machine's constants, with few rows left to their kernel wherever it takes them."""
     constants = machine().constants
     assert constants.few_rows is not None
-    wherever = {"most_rows": 256, "least_columns": 1, "float8": True, "normalises": True}
+    wherever = {"most_rows": 128, "least_columns": 1, "float8": True, "normalises": True}
     few = constants.few_rows.model_copy(update=wherever)
     file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
     return file

@@ -1,4 +1,5 @@
-"""GEMM+AllReduce and GEMM+ReduceScatter of few rows by one kernel, through the public API, beside
+"""GEMM+AllReduce and GEMM+ReduceScatter of few rows by one kernel, and GEMM+AllReduce of more rows by one
+whose tiles leave by mail, through the public API, beside
 ``test_calls_on_gpus``: which calls take it, exact sums, norms in it, faults."""
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import kept_ranks
 import norm_ranks
 import pytest
 from device_buffers import needs_gpus, several, worlds
-from families import FEW, IN_TWO_WAVES, NORMED, SCALED, SUMS
-from hopper_ranks import Shape
+from families import FEW, IN_TWO_WAVES, NORMED, SCALED, SUMS, TILED
+from hopper_ranks import Shape, tilings
 from kept_ranks import right
 
 import mkernel
@@ -41,6 +42,12 @@ def test_that_it_is_this_kernel(world: int) -> None:
         assert found == ["hopper.few_rows"] * len(FEW)
 
 
+@several
+def test_that_more_rows_are_tiles_of_both_sizes(world: int) -> None:
+    for found in kept_ranks.run(tilings, TILED, ranks_per_node=world, accelerator="hopper"):
+        assert {*found} == {"wide", "narrow"}, found
+
+
 @worlds
 def test_every_bit_of_exact_sums(world: int) -> None:
     right(world, fp8_ranks.exact, SCALED)
@@ -66,12 +73,12 @@ def test_wrong_scales_are_seen(world: int, shape: Shape, fault: str) -> None:
 
 @worlds
 def test_known_calls(world: int) -> None:
-    right(world, hopper_ranks.known, [*FEW, *NORMED, IN_TWO_WAVES], 24)
+    right(world, hopper_ranks.known, [*FEW, *NORMED, IN_TWO_WAVES, *TILED], 24)
 
 
 @several
 def test_zeros_arrive(world: int) -> None:
-    right(world, hopper_ranks.of_zeros, SUMS)
+    right(world, hopper_ranks.of_zeros, [*SUMS, *TILED[:3]])
 
 
 @several

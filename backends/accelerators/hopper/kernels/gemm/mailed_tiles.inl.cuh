@@ -5,6 +5,7 @@
 
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/device/mailbox.cuh"
+#include "backends/accelerators/hopper/device/prefetch.cuh"
 #include "backends/accelerators/hopper/kernels/eight.cuh"
 #include "backends/accelerators/hopper/kernels/gemm/mailed_tiles.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
@@ -31,8 +32,8 @@ __device__ __forceinline__ void for_each_mailed(const Raster& raster, Body&& bod
     }
 }
 
-// The carriers' side of the slices. A thread has every kCarriers-th vector of 8 columns, the same ones when it sends
-// and when it takes.
+// The carriers' side of the slices. A thread has 8 columns of every kRowsApart-th row of a slice, the same ones when
+// it sends and when it takes.
 template <class C, class Element>
 class Carrier {
   public:
@@ -41,16 +42,17 @@ class Carrier {
           args_(args),
           waiter_(waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel)),
           epoch_(shared.epoch),
-          thread_(static_cast<int>(threadIdx.x) - kWarp) {}
+          first_((static_cast<int>(threadIdx.x) - kWarp) / kVectors),
+          vector_(static_cast<int>(threadIdx.x) % kVectors) {}
 
     // Sends the next slice, from `row` and `column` on, as soon as it is there, and then takes the mail of the one
     // before.
     __device__ __forceinline__ void slice(int row, int column) {
         shared_.written[sent_.slot].wait(sent_.parity);
-        send(row, column);
+        send(row, column + vector_ * 8);
         finish();
         row_ = row;
-        column_ = column;
+        column_ = column + vector_ * 8;
         is_sent_ = true;
         sent_.next();
     }
@@ -60,132 +62,132 @@ class Carrier {
         is_sent_ = false;
         if (going_) going_ = take();
         ptx::meet<kCarriersBarrier, kCarriers>();
-        if (thread_ == 0) shared_.drained[taken_.slot].arrive();
+        if (threadIdx.x == kWarp) shared_.drained[taken_.slot].arrive();
         taken_.next();
     }
 
   private:
-    static constexpr int kChunks = kSliceN / 8;  // vectors of a row of a slice
-    static constexpr int kVectors = kTileM * kChunks;
-    static constexpr int kBatch = 4;  // vectors that are waited for at a time
+    static constexpr int kVectors = kSliceN / 8;  // of a row of a slice
+    static constexpr int kRowsApart = kCarriers / kVectors;
+    static constexpr int kBatch = 6;  // rows that a thread waits for at a time
 
-    // Returns a vector of a slice, which is swizzled.
-    __device__ uint4 vector(int slot, int number) const {
-        const int row = number / kChunks;
+    // Returns the thread's part of a row of a slice, which is swizzled.
+    __device__ uint4 words_of(int slot, int row) const {
         return *reinterpret_cast<const uint4*>(shared_.slices[slot] + row * kSliceN * kElementBytes +
-                                               (number % kChunks ^ row % 8) * 16);
+                                               (vector_ ^ row % 8) * 16);
     }
-    // Returns whether the vector of a slice at (row, column) is one of the product.
-    __device__ bool is_there(int row, int column, int number) const {
-        return number < kVectors && row + number / kChunks < args_.m &&
-               column + number % kChunks * 8 < args_.n;
+    // Returns the rows of a slice whose first is `row` that are the product's; none where the columns are not.
+    __device__ int rows_of(int row, int column) const {
+        return column < args_.n ? min(kTileM, args_.m - row) : 0;
     }
-    // Returns the rank whose output a row is in, where only one has it.
-    __device__ int owner(int row) const { return row / args_.rows; }
-    __device__ bool scatters() const {
-        return args_.exchange == FewRowsExchange::reduce_scatter && args_.workspace.world > 1;
+    // Returns the place of a row's columns in the rows of a rank.
+    __device__ std::uint64_t place(int row, int column) const {
+        return (std::uint64_t{1} * row * args_.n + column) * kElementBytes;
     }
-    // Returns the place of a vector in rows that begin with `first`.
-    __device__ std::uint64_t place(int row, int column, int number, int first) const {
-        return (std::uint64_t{1} * (row + number / kChunks - first) * args_.n + column +
-                number % kChunks * 8) *
-               kElementBytes;
+    // Returns the mail at rank `at` from rank `from`.
+    __device__ char* mail(int at, int from) const {
+        const Workspace& workspace = args_.workspace;
+        const int slot = (from - at - 1 + workspace.world) % workspace.world;
+        return workspace.mail(at, epoch_) + slot * args_.slot;
     }
 
     __device__ void send(int row, int column) const {
         const Workspace& workspace = args_.workspace;
-        if (workspace.world == 1) return;
-#pragma unroll 4
-        for (int number = thread_; number < kVectors; number += kCarriers) {
-            if (!is_there(row, column, number)) continue;
-            const uint4 words = mailbox::mailable(vector(sent_.slot, number));
-            const auto send_to = [&](int peer, int first) {
-                mailbox::send(workspace.mail(peer, epoch_) + workspace.rank * args_.slot +
-                                  place(row, column, number, first),
-                              words);
-            };
-            if (scatters()) {
-                const int to = owner(row + number / kChunks);
-                if (to != workspace.rank) send_to(to, to * args_.rows);
-                continue;
-            }
+        const int rows = rows_of(row, column);
 #pragma unroll 1
-            for (int step = 1; step < workspace.world; ++step) {
-                send_to((workspace.rank + step) % workspace.world, 0);
+        for (int step = 1; step < workspace.world; ++step) {
+            const int peer = (workspace.rank + step) % workspace.world;
+            char* const to = mail(peer, workspace.rank);
+#pragma unroll kBatch
+            for (int at = first_; at < rows; at += kRowsApart) {
+                mailbox::send(to + place(row + at, column),
+                              mailbox::mailable(words_of(sent_.slot, at)));
             }
         }
     }
 
     // Returns whether all mail has come before the limit.
     __device__ bool take() const {
-        const Workspace& workspace = args_.workspace;
-        const int first_row = scatters() ? workspace.rank * args_.rows : 0;
+        const int rows = rows_of(row_, column_);
+        float bias[8] = {};
+        if (args_.bias != nullptr && rows > 0) {
+            add_eight<Element>(bias, ptx::load_16(static_cast<const Element*>(args_.bias) + column_));
+        }
 #pragma unroll 1
-        for (int begin = thread_; begin < kVectors; begin += kCarriers * kBatch) {
-            bool is_own[kBatch];
+        for (int begin = first_; begin < rows; begin += kRowsApart * kBatch) {
             float sum[kBatch][8] = {};
+            if (!add_ranks(begin, rows, sum)) return false;
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                const int number = begin + i * kCarriers;
-                is_own[i] =
-                    is_there(row_, column_, number) &&
-                    (!scatters() || owner(row_ + number / kChunks) == workspace.rank);
-            }
-#pragma unroll 1
-            for (int source = 0; source < workspace.world; ++source) {
-                uint4 words[kBatch];
-                if (source == workspace.rank) {
+                const int at = begin + i * kRowsApart;
+                if (at >= rows) break;
 #pragma unroll
-                    for (int i = 0; i < kBatch; ++i) {
-                        if (is_own[i]) words[i] = vector(taken_.slot, begin + i * kCarriers);
-                    }
-                } else {
-                    char* const mail =
-                        workspace.mail(workspace.rank, epoch_) + source * args_.slot;
-                    char* at[kBatch];
-#pragma unroll
-                    for (int i = 0; i < kBatch; ++i) {
-                        const int number = begin + i * kCarriers;
-                        at[i] = is_own[i] ? mail + place(row_, column_, number, first_row) : nullptr;
-                    }
-                    const transport::Awaited what{transport::kMail,
-                                                  static_cast<std::uint32_t>(source),
-                                                  static_cast<std::uint32_t>(row_)};
-                    if (!mailbox::take(at, words, waiter_, what)) return false;
-                }
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    if (is_own[i]) add_eight<Element>(sum[i], words[i]);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                if (is_own[i]) write(begin + i * kCarriers, first_row, sum[i]);
+                for (int j = 0; j < 8; ++j) sum[i][j] += bias[j];
+                ptx::store_16(static_cast<char*>(args_.out) + place(row_ + at, column_),
+                              round_eight<Element>(sum[i]));
             }
         }
         return true;
     }
 
-    __device__ void write(int number, int first_row, float (&sum)[8]) const {
-        if (args_.bias != nullptr) {
-            const auto* const bias = static_cast<const Element*>(args_.bias) + column_;
-            add_eight<Element>(sum,
-                               *reinterpret_cast<const uint4*>(bias + number % kChunks * 8));
+    // Adds up the ranks' terms of the thread's next rows; returns whether all have come.
+    __device__ __forceinline__ bool add_ranks(int begin, int rows, float (&sum)[kBatch][8]) const {
+        const Workspace& workspace = args_.workspace;
+#pragma unroll 1
+        for (int source = 0; source < workspace.world; ++source) {
+            uint4 words[kBatch] = {};
+            if (source == workspace.rank) {
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    const int at = begin + i * kRowsApart;
+                    if (at < rows) words[i] = words_of(taken_.slot, at);
+                }
+            } else {
+                char* const from = mail(workspace.rank, source) + place(row_ + begin, column_);
+                char* at[kBatch];
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    at[i] = begin + i * kRowsApart < rows ? from + place(i * kRowsApart, 0) : nullptr;
+                }
+                const transport::Awaited what{transport::kMail, static_cast<std::uint32_t>(source),
+                                              static_cast<std::uint32_t>(row_)};
+                if (!mailbox::take(at, words, waiter_, what)) return false;
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) add_eight<Element>(sum[i], words[i]);
         }
-        ptx::store_16(static_cast<char*>(args_.out) + place(row_, column_, number, first_row),
-                      round_eight<Element>(sum));
+        return true;
     }
 
     Shared<C>& shared_;
     const FewRowsArgs& args_;
     const transport::DeviceWaiter waiter_;
     const std::uint64_t epoch_;
-    const int thread_;
+    const int first_, vector_;
     Cursor<C::kSliceSlots> sent_, taken_;
     int row_ = 0, column_ = 0;  // of the slice that was sent last
     bool is_sent_ = false;      // and not taken yet
     bool going_ = true;
 };
+
+// Prefetches this block's share of b's first stages, which the grid before does not write.
+template <class C, bool kNMajorB>
+__device__ __forceinline__ void prefetch_columns(const FewRowsArgs& args, const Raster& raster,
+                                                 int steps) {
+    int cluster_row = 0;
+    int column = 0;
+    raster.at(static_cast<int>(blockIdx.x) / C::kCluster, cluster_row, column);
+    column = column * C::kTileN + static_cast<int>(blockIdx.x) % C::kCluster * C::kShareN;
+    for (int step = 0; step < min(steps, C::kStages); ++step) {
+        if constexpr (kNMajorB) {
+            for (int at = 0; at < C::kShareN; at += kSliceN) {
+                ptx::prefetch_box(&args.b, column + at, step * kTileK);
+            }
+        } else {
+            ptx::prefetch_box(&args.b, step * kTileK, column);
+        }
+    }
+}
 
 template <class C, class Element, bool kNMajorB>
 __global__ void __launch_bounds__(kBlockThreads, 1)
@@ -194,6 +196,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     open_block(shared);
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     const int steps = (args.k + kTileK - 1) / kTileK;
+    if (threadIdx.x == 0) prefetch_columns<C, kNMajorB>(args, raster, steps);
     ptx::wait_for_grid_before();
     if (warp == 0) {
         if (ptx::elect_one()) {
@@ -202,6 +205,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 Operands<C, kNMajorB>{&args.b, column}.load(shared, cursor, &args.a, row, 0, steps);
             });
             ptx::let_next_grid_start();
+            prefetch_share(args.prefetch);
         }
     } else if (warp < kWarpgroup / kWarp) {
         if (threadIdx.x == kWarp) shared.epoch = epoch_of_brief_call(args.workspace);
@@ -257,8 +261,6 @@ cudaError_t launch_mailed_tiles(const FewRowsArgs& args, GemmVariant variant, in
     switch (variant.tiling) {
         case Tiling::wide:
             return start_mailed_tiles<Wide, Element>(args, variant.n_major_b, blocks, stream);
-        case Tiling::medium:
-            return start_mailed_tiles<Medium, Element>(args, variant.n_major_b, blocks, stream);
         case Tiling::narrow:
             return start_mailed_tiles<Narrow, Element>(args, variant.n_major_b, blocks, stream);
         default:
