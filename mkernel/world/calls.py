@@ -168,7 +168,9 @@ class Calls:
         found: dict[str, Any] = {}
 
         def prepare() -> tuple[str, Callable[..., Launch], bool]:
-            places = self._heap.places(tensors)
+            # Ranks may prefetch different tensors.
+            alike = {name: each for name, each in tensors.items() if name != "prefetch"}
+            places = self._heap.places(alike)
             self._agreement.enter(plan, tensors, places)
             memory = self._heap.of_plan(plan)
             arena = memory.arena

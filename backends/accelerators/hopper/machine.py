@@ -196,7 +196,7 @@ class Spreads(Sourced):
 class Prefetching(Sourced):
     """The weight of the next product, which kernels bring to L2 while ranks exchange."""
 
-    most_bytes: int = Field(ge=0, description="of a call")
+    most_bytes: int = Field(ge=0, le=1 << 30, description="of a call")
 
 
 class Norms(Sourced):

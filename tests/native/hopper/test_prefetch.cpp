@@ -14,7 +14,7 @@ namespace {
 constexpr std::uint64_t kAddress = 0x7f0000000000;  // a multiple of 16
 
 // Returns true where whole 16 bytes of the tensor are taken, and no more than 15 bytes at each end are not.
-bool is_within(std::uint64_t address, std::uint64_t nbytes) {
+bool is_within(std::uint64_t address, std::uint32_t nbytes) {
     const Prefetch made = Prefetch::of(address, nbytes);
     if (made.begin % 16 != 0 || made.nbytes % 16 != 0) return false;
     if (made.nbytes == 0) return nbytes < 31;
@@ -24,7 +24,7 @@ bool is_within(std::uint64_t address, std::uint64_t nbytes) {
 }
 
 // Returns true where the shares of a grid are all of it, once, and only blocks that prefetch have one.
-bool is_shared(std::uint64_t nbytes, std::uint32_t blocks, std::uint32_t most) {
+bool is_shared(std::uint32_t nbytes, std::uint32_t blocks, std::uint32_t most) {
     Prefetch made = Prefetch::of(kAddress, nbytes);
     const std::uint32_t grid = made.blocks_beside(blocks, most);
     const std::uint32_t more = grid - blocks;
@@ -54,22 +54,21 @@ bool is_shared(std::uint64_t nbytes, std::uint32_t blocks, std::uint32_t most) {
 
 int main() {
     int failures = 0;
-    const std::uint64_t sizes[] = {0,  1,    15,    16,    17,     31,      32,
-                                   33, 4095, 16384, 16400, 100000, 25165824};
+    const std::uint32_t sizes[] = {0,  1,    15,    16,    17,     31,       32,
+                                   33, 4095, 16384, 16400, 100000, 25165824, 1u << 30};
     for (std::uint64_t begin = 0; begin < 17; ++begin) {
-        for (const std::uint64_t nbytes : sizes) {
+        for (const std::uint32_t nbytes : sizes) {
             if (is_within(kAddress + begin, nbytes)) continue;
-            std::printf("FAIL %llu bytes from %llu on\n", static_cast<unsigned long long>(nbytes),
+            std::printf("FAIL %u bytes from %llu on\n", nbytes,
                         static_cast<unsigned long long>(begin));
             ++failures;
         }
     }
-    for (const std::uint64_t nbytes : sizes) {
+    for (const std::uint32_t nbytes : sizes) {
         for (const std::uint32_t blocks : {1u, 2u, 32u, 68u, 69u, 131u, 132u, 264u}) {
             for (const std::uint32_t most : {1u, 64u, 132u, 264u, 2112u}) {
                 if (blocks > most || is_shared(nbytes, blocks, most)) continue;
-                std::printf("FAIL %llu bytes beside %u blocks of %u\n",
-                            static_cast<unsigned long long>(nbytes), blocks, most);
+                std::printf("FAIL %u bytes beside %u blocks of %u\n", nbytes, blocks, most);
                 ++failures;
             }
         }

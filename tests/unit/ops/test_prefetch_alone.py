@@ -22,6 +22,7 @@ from mkernel.backends.contracts.instrumented import LaunchTimes
 from mkernel.errors import ArgumentError, DtypeError, LayoutError
 from mkernel.nn import RowParallelLinear
 from mkernel.ops.registration import ops
+from mkernel.world.agreement import Agreement
 from mkernel.world.calls import CallRecord
 from mkernel.world.world import World
 
@@ -149,6 +150,22 @@ def test_a_launch_gets_it_where_the_backend_claims_it(
         assert plans_of[-1] == plans_of[-2]
         assert launched[-2] is None
         assert launched[-1] is (weight if claimed else None)
+
+
+def test_ranks_need_not_prefetch_the_same(alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symmetric memory, of which other tensors lie at one place on all ranks, is none of its."""
+    claims = alone.accelerator.capabilities().model_copy(update={"prefetch_ops": ("all_reduce",)})
+    monkeypatch.setattr(alone.accelerator, "capabilities", lambda: claims)
+    enter, agreed = Agreement.enter, []
+
+    def noted(self: Agreement, plan: Any, tensors: dict[str, Tensor], places: Any) -> int:
+        agreed.append((set(tensors), set(places)))
+        return enter(self, plan, tensors, places)
+
+    monkeypatch.setattr(Agreement, "enter", noted)
+    x, weight = (mkernel.empty(shape, torch.float32).fill_(1) for shape in ((4, 56), (8, 8)))
+    assert torch.equal(mkernel.all_reduce(x, prefetch=weight), torch.ones(4, 56))
+    assert agreed == [({"x", "out", "prefetch"}, {"x"})]
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -72,7 +72,7 @@ py::object CallStarter::capsule(std::unique_ptr<CallStarter> starter) {
     return py::reinterpret_steal<py::object>(made);
 }
 
-void CallStarter::prefetch_in(const py::capsule& starter, std::uint64_t nbytes) {
+void CallStarter::prefetch_in(const py::capsule& starter, std::uint32_t nbytes) {
     auto* const handed =
         static_cast<Handed*>(PyCapsule_GetPointer(starter.ptr(), MKERNEL_CALL_STARTER));
     if (handed == nullptr) throw py::error_already_set();

@@ -46,7 +46,7 @@ class CallStarter {
     // Returns the capsule that the contract requires, which owns the starter.
     static pybind11::object capsule(std::unique_ptr<CallStarter> starter);
     // Has the starter of a capsule prefetch so many bytes of the tensor kPrefetch in each call.
-    static void prefetch_in(const pybind11::capsule& starter, std::uint64_t nbytes);
+    static void prefetch_in(const pybind11::capsule& starter, std::uint32_t nbytes);
 
   protected:
     // Queues the call's work, between the world's calls before and after it. With the GIL held.
@@ -63,7 +63,7 @@ class CallStarter {
     int device_;
     pybind11::object kept_order_;
     CallOrder& order_;
-    std::uint64_t prefetched_bytes_ = 0;
+    std::uint32_t prefetched_bytes_ = 0;
 };
 
 // Returns the number of a call as kernels note it: the low 32 bits.

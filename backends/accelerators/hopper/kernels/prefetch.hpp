@@ -18,20 +18,19 @@ struct Prefetch {
     static constexpr std::uint32_t kBlocks = 64;        // at most, beside those that exchange
 
     std::uint64_t begin = 0;     // address, a multiple of 16
-    std::uint64_t nbytes = 0;    // a multiple of 16; 0: nothing is prefetched
+    std::uint32_t nbytes = 0;    // a multiple of 16; 0: nothing is prefetched
     std::uint32_t exchange = 0;  // the first blocks, which do not prefetch; 0: all do both
 
-    // Returns the whole 16 bytes among these.
-    static constexpr Prefetch of(std::uint64_t address, std::uint64_t nbytes) {
+    // Returns the whole 16 bytes among these. `nbytes`: at most 1 GiB.
+    static constexpr Prefetch of(std::uint64_t address, std::uint32_t nbytes) {
         const std::uint64_t begin = (address + 15) / 16 * 16, end = (address + nbytes) / 16 * 16;
-        return begin < end ? Prefetch{begin, end - begin} : Prefetch{};
+        return begin < end ? Prefetch{begin, static_cast<std::uint32_t>(end - begin)} : Prefetch{};
     }
 
     // Chooses the blocks that prefetch for an exchange by `blocks` of the `most` that a grid may have; returns how
     // many the grid has.
     constexpr std::uint32_t blocks_beside(std::uint32_t blocks, std::uint32_t most) {
-        const std::uint64_t chunks = (nbytes + kChunk - 1) / kChunk;
-        const auto more = static_cast<std::uint32_t>(std::min<std::uint64_t>(chunks, kBlocks));
+        const std::uint32_t more = std::min((nbytes + kChunk - 1) / kChunk, kBlocks);
         exchange = more != 0 && blocks + more <= most ? blocks : 0;
         return exchange != 0 ? blocks + more : blocks;
     }
@@ -46,10 +45,9 @@ struct Prefetch {
     __host__ __device__ constexpr void for_share(std::uint32_t block, std::uint32_t blocks,
                                                  Each&& each) const {
         if (block < exchange) return;
-        const std::uint64_t step = std::uint64_t{blocks - exchange} * kChunk;
-        for (std::uint64_t at = std::uint64_t{block - exchange} * kChunk; at < nbytes; at += step) {
-            const std::uint64_t left = nbytes - at;
-            each(begin + at, static_cast<std::uint32_t>(left < kChunk ? left : kChunk));
+        for (std::uint32_t at = (block - exchange) * kChunk; at < nbytes;
+             at += (blocks - exchange) * kChunk) {
+            each(begin + at, nbytes - at < kChunk ? nbytes - at : kChunk);
         }
     }
 };
