@@ -220,6 +220,7 @@ def tilings(shapes: Sequence[Shape]) -> list[str | None]:
     found = []
     for shape in shapes:
         work = shape.work()
+        work.fill(0)
         work.call()
         found.append(work.done.plan.part(FewRowsSchedule).tiling)
     mkernel.synchronize()

@@ -21,12 +21,14 @@ SUMMED = ("x", *STARTED[1:])
 """The tensors that starters of AllReduce take."""
 
 
-def summed_rows(plan: LaunchPlan, blocks: int = 0, twice: bool = False) -> _hopper.SummedRows:
+def summed_rows(
+    plan: LaunchPlan, blocks: int = 0, twice: bool = False, unrounded: bool = False
+) -> _hopper.SummedRows:
     """Return the rows that a plan sums, and their norm if the launch has one. ``blocks``: of the
-    kernel that sums them by mail; ``twice``: in two exchanges."""
+    kernel that sums them by mail; ``twice``: in two exchanges; ``unrounded``: of float32 terms."""
     norm = plan.norm if normalises(plan) else None
     made: _hopper.SummedRows = native().SummedRows(
-        rows_of(plan, blocks, twice=twice), None if norm is None else norm.eps
+        rows_of(plan, blocks, twice=twice, unrounded=unrounded), None if norm is None else norm.eps
     )
     return made
 

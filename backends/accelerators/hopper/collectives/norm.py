@@ -82,10 +82,11 @@ def sum_by_mail(
     twice: bool = False,
 ) -> None:
     """Queue the sums of all ranks' ``terms`` into ``out``, normalised if the launch does that.
-    ``terms``: packed rows, at an address that kernels can use. ``twice``: in two exchanges, if the
-    launch normalises."""
+    ``terms``: packed rows, at an address that kernels can use, of the results' dtype, or, in one
+    exchange, float32. ``twice``: in two exchanges, if the launch normalises."""
     norm, out = RowNorm.of(call), writable(call.tensors["out"])
-    given = {} if norm is None else {"norm": norm.addresses(), "twice": twice}
+    given: dict[str, Any] = {"unrounded": terms.dtype == torch.float32}
+    given |= {} if norm is None else {"norm": norm.addresses(), "twice": twice}
     given |= prefetch_of(call.tensors)
     sums = rows_of(call.plan, blocks, source=terms.data_ptr(), out=out.data_ptr(), **given)
     native().sum_rows(world.of_call(call_id(call), call.timeout_s), sums, stream)

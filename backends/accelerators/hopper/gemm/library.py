@@ -140,7 +140,10 @@ class LibraryExecutor:
             outs,
             self._outputs,
             summed_rows(  # one a multiprocessor
-                plan, collective_blocks(context) // 2, self._way == made.Way.two_shot
+                plan,
+                collective_blocks(context) // 2,
+                twice=self._way == made.Way.two_shot,
+                unrounded=self._normalises and self._product == torch.float32,
             ),
             self._normalises,
         )
@@ -310,11 +313,11 @@ def _check(plan: LaunchPlan) -> None:
         and how.way
         and plan.norm
         and plan.bias is None
-        and how.product == plan.out_dtype
+        and (how.product == plan.out_dtype or how.way == "one_shot")
         and mail.keeps_rows(plan.gemm, plan.world_size, how.way)
     ):
         legal = (
-            "False: no whole rows by mail, of the results' dtype, without a bias and of at most "
+            "False: no whole rows by mail, in two exchanges of the results' dtype, without a bias and of at most "
             f"{MOST_NORMED_COLUMNS} columns, to normalise"
         )
         raise ArgumentError("plan.schedule.normalises", True, legal)

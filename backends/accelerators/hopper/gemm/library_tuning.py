@@ -97,7 +97,8 @@ def library(plan: CommonPart, constants: MachineConstants | None = None) -> Libr
     summed = plan.op == "gemm_all_reduce" and world > 1
     way = _MACHINE.way(shape, product, world) if summed else None
     mailed = by_mail(plan, product, way, constants)
-    normed = plan.norm is not None and plan.bias is None and product == plan.dtype
+    terms = product == plan.dtype or way == "one_shot"
+    normed = plan.norm is not None and plan.bias is None and terms
     return LibrarySchedule(
         product=product,
         way=way,

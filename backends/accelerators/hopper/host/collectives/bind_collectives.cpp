@@ -69,7 +69,7 @@ const void* source(std::uint64_t address) {
 
 RowsOfSums rows_of_sums(std::uint64_t from, std::uint64_t out, std::uint32_t rows,
                         std::uint32_t columns, bool half, std::uint32_t blocks, const RowNorm& norm,
-                        bool twice, const Prefetch& prefetch) {
+                        bool twice, bool unrounded, const Prefetch& prefetch) {
     return {.from = source(from),
             .out = reinterpret_cast<void*>(out),
             .rows = rows,
@@ -78,6 +78,7 @@ RowsOfSums rows_of_sums(std::uint64_t from, std::uint64_t out, std::uint32_t row
             .norm = norm,
             .blocks = blocks,
             .twice = twice,
+            .unrounded = unrounded,
             .prefetch = prefetch};
 }
 
@@ -85,7 +86,7 @@ void bind_sum_rows(py::module_& module) {
     py::class_<RowsOfSums>(module, "RowsOfSums")
         .def(py::init(&rows_of_sums), py::kw_only(), "source"_a = 0, "out"_a = 0, "rows"_a,
              "columns"_a, "half"_a, "blocks"_a, "norm"_a = RowNorm{}, "twice"_a = false,
-             "prefetch"_a = Prefetch{});
+             "unrounded"_a = false, "prefetch"_a = Prefetch{});
     py::class_<SummedRows>(module, "SummedRows")
         .def(py::init<RowsOfSums, std::optional<float>>(), "rows"_a, "eps"_a = py::none());
     module.attr("MOST_NORMED_COLUMNS") = kMostNormedColumns;

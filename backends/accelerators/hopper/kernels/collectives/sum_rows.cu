@@ -10,7 +10,7 @@
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/device/mailbox.cuh"
 #include "backends/accelerators/hopper/device/prefetch.cuh"
-#include "backends/accelerators/hopper/kernels/collectives/exchange.cuh"
+#include "backends/accelerators/hopper/kernels/collectives/ordered_sum.cuh"
 #include "backends/accelerators/hopper/kernels/eight.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
 
@@ -56,6 +56,10 @@ __device__ bool block_sum(float mine, bool going, float& sum) {
     return true;
 }
 
+// 8 terms of a row.
+template <class In>
+using Terms = collectives::Eight<In>;
+
 // A row of 8 elements a vector, which lies `place` bytes into each of several arrays of rows. A thread has every
 // blockDim.x-th vector, in each step the same ones, and handles kBatch of them at a time: 1 where it has no more, as
 // registers are scarce and what is loaded ahead of a wait must not go to local memory.
@@ -86,17 +90,35 @@ struct Row {
     __device__ void load(const void* rows, unsigned first, uint4 (&words)[kBatch]) const {
         load_from(static_cast<const char*>(rows) + place, first, words);
     }
+    // Loads terms, which may be of another type than the rows' elements.
+    template <class In>
+    __device__ void load_terms(const void* rows, unsigned first, Terms<In> (&terms)[kBatch]) const {
+        const char* const row = static_cast<const char*>(rows) + place_of<In>();
+        for_batch(first,
+                  [&](int i, unsigned vector) { terms[i].load(row + vector * sizeof(Terms<In>)); });
+    }
+    template <class In>
+    __device__ std::uint64_t place_of() const {
+        return place * (sizeof(In) / 2);
+    }
     // Loads a row that is the only one.
     __device__ void load_from(const void* row, unsigned first, uint4 (&words)[kBatch]) const {
         for_batch(first, [&](int i, unsigned vector) {
             words[i] = ptx::load_16(static_cast<const char*>(row) + vector * 16);
         });
     }
-    // Sets where the batch lies in a row at `row`, null for what is not there.
-    __device__ void places(char* row, unsigned first, char* (&at)[kBatch]) const {
+    // Sets where the words of the batch lie in a row of terms at `row`, null for what is not there.
+    template <class In = Element>
+    __device__ void places(char* row, unsigned first,
+                           char* (&at)[kBatch * Terms<In>::kVectors]) const {
 #pragma unroll
         for (char*& each : at) each = nullptr;
-        for_batch(first, [&](int i, unsigned vector) { at[i] = row + vector * 16; });
+        for_batch(first, [&](int i, unsigned vector) {
+#pragma unroll
+            for (int word = 0; word < Terms<In>::kVectors; ++word) {
+                at[i * Terms<In>::kVectors + word] = row + vector * sizeof(Terms<In>) + word * 16;
+            }
+        });
     }
     __device__ void store(void* rows, unsigned vector, const float (&values)[8]) const {
         ptx::store_16(static_cast<char*>(rows) + place + vector * 16, round_eight<Element>(values));
@@ -171,6 +193,13 @@ __device__ bool finish_row(const RowsOfSums& rows, std::uint32_t number, Sum&& s
     return true;
 }
 
+template <class In>
+__device__ void add_terms(float (&sum)[8], const uint4* words) {
+    const In* const each = reinterpret_cast<const In*>(words);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] += collectives::widen(each[i]);
+}
+
 template <class Element, int kBatch>
 __device__ void add_batch(const Row<Element, kBatch>& row, unsigned first, float (&sums)[kBatch][8],
                           const uint4 (&words)[kBatch]) {
@@ -179,31 +208,35 @@ __device__ void add_batch(const Row<Element, kBatch>& row, unsigned first, float
 
 // Sends this rank's terms of a row by mail, to `to(step)` for steps from `first` to before `end`. `terms`: those of the
 // thread's first batch. Called by all threads.
-template <class Element, int kBatch, class To>
+template <class In, class Element, int kBatch, class To>
 __device__ void send_row(const RowsOfSums& sums, const Row<Element, kBatch>& row,
-                         uint4 (&terms)[kBatch], int first, int end, To&& to) {
+                         Terms<In> (&terms)[kBatch], int first, int end, To&& to) {
     row.for_batches([&](unsigned begin) {
-        if (begin != threadIdx.x) row.load(sums.from, begin, terms);
+        if (begin != threadIdx.x) row.load_terms(sums.from, begin, terms);
 #pragma unroll 1
         for (int step = first; step < end; ++step) {
             char* const at = to(step);
             row.for_batch(begin, [&](int i, unsigned vector) {
-                mailbox::send(at + vector * 16, mailbox::mailable(terms[i]));
+#pragma unroll
+                for (int word = 0; word < Terms<In>::kVectors; ++word) {
+                    mailbox::send(at + vector * sizeof(terms[i]) + word * 16,
+                                  mailbox::mailable(terms[i].v[word]));
+                }
             });
         }
     });
 }
 
 // A block sends its next row before it waits for this one. Blocks without a row prefetch alone.
-template <class Element, int kBatch, bool kNorm>
+template <class Element, class In, int kBatch, bool kNorm>
 __global__ void __launch_bounds__(kMostThreads, 1)
     sum_rows_kernel(const __grid_constant__ Args args) {
     ptx::wait_for_grid_before();
     const Workspace& workspace = args.workspace;
     // Terms of a row's first batch; of the block's first row, they come beside the epoch.
-    uint4 terms[kBatch];
+    Terms<In> terms[kBatch];
     const auto fetch = [&](std::uint32_t number) {
-        Row<Element, kBatch>(args.sums, number).load(args.sums.from, threadIdx.x, terms);
+        Row<Element, kBatch>(args.sums, number).load_terms(args.sums.from, threadIdx.x, terms);
     };
     const Prefetch& prefetch = args.sums.prefetch;
     const bool exchanges = blockIdx.x < args.sums.rows;
@@ -214,28 +247,32 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const auto send = [&](std::uint32_t number) {
         const Row<Element, kBatch> row(args.sums, number);
         send_row(args.sums, row, terms, 1, workspace.world, [&](int step) {
-            return args.mail(args.peer(step), workspace.rank, epoch) + row.place;
+            return args.mail(args.peer(step), workspace.rank, epoch) + row.template place_of<In>();
         });
     };
     const auto take = [&](std::uint32_t number) {
         const auto sum = [&](const Row<Element, kBatch>& row, unsigned first,
                              float(&sums)[kBatch][8]) {
-            uint4 own[kBatch];
-            row.load(args.sums.from, first, own);
+            Terms<In> own[kBatch];
+            row.load_terms(args.sums.from, first, own);
 #pragma unroll 1
             for (int source = 0; source < workspace.world; ++source) {
                 if (source == workspace.rank) {
-                    add_batch(row, first, sums, own);
+                    row.for_batch(first,
+                                  [&](int i, unsigned) { add_terms<In>(sums[i], own[i].v); });
                     continue;
                 }
                 const auto peer = static_cast<std::uint32_t>(source);
-                uint4 words[kBatch];
-                char* at[kBatch];
-                row.places(args.mail(workspace.rank, source, epoch) + args.bytes(number), first,
-                           at);
+                uint4 words[kBatch * Terms<In>::kVectors];
+                char* at[kBatch * Terms<In>::kVectors];
+                row.template places<In>(
+                    args.mail(workspace.rank, source, epoch) + row.template place_of<In>(), first,
+                    at);
                 if (!mailbox::take(at, words, waiter, {transport::kMail, peer, number}))
                     return false;
-                add_batch(row, first, sums, words);
+                row.for_batch(first, [&](int i, unsigned) {
+                    add_terms<In>(sums[i], words + i * Terms<In>::kVectors);
+                });
             }
             return true;
         };
@@ -272,8 +309,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
             const std::uint32_t number = row_of(args.peer(step), index);
             if (number >= args.sums.rows) continue;
             const Row<Element, kBatch> row(args.sums, number);
-            uint4 terms[kBatch];
-            row.load(args.sums.from, threadIdx.x, terms);
+            Terms<Element> terms[kBatch];
+            row.load_terms(args.sums.from, threadIdx.x, terms);
             send_row(args.sums, row, terms, step, step + 1, [&](int to) {
                 return args.mail(args.peer(to), to - 1, epoch) + args.bytes(index);
             });
@@ -392,7 +429,8 @@ std::uint32_t owned_rows(int world, const RowsOfSums& sums) {
 
 std::uint64_t slot_bytes(int world, const RowsOfSums& sums) {
     const std::uint32_t rows = sums.twice ? owned_rows(world, sums) : sums.rows;
-    return (std::uint64_t{2} * rows * sums.columns + 127) / 128 * 128;
+    const std::uint64_t element = sums.unrounded ? sizeof(float) : 2;
+    return (element * rows * sums.columns + 127) / 128 * 128;
 }
 
 void check(const RowsOfSums& sums) {
@@ -449,13 +487,14 @@ bool are_short(const RowsOfSums& sums) {
 
 template <class Element, int kBatch>
 auto kernel_of(const RowsOfSums& sums) {
-    if (sums.norm.weight == nullptr) return &sum_rows_kernel<Element, kBatch, false>;
+    if (sums.norm.weight == nullptr) return &sum_rows_kernel<Element, Element, kBatch, false>;
     return sums.twice ? &sum_rows_twice_kernel<Element, kBatch>
-                      : &sum_rows_kernel<Element, kBatch, true>;
+                      : &sum_rows_kernel<Element, Element, kBatch, true>;
 }
 
 template <class Element>
 auto kernel_of(const RowsOfSums& sums) {
+    if (sums.unrounded) return &sum_rows_kernel<Element, float, 1, true>;
     return are_short(sums) ? kernel_of<Element, 1>(sums) : kernel_of<Element, 2>(sums);
 }
 
@@ -487,6 +526,9 @@ void sum_rows(const Workspace& workspace, const transport::WaitLimits& limits,
     check(sums);
     check_sum_rows(world, sums);
     if (sums.twice && !norm) throw std::invalid_argument("two exchanges of rows without a norm");
+    if (sums.unrounded && (sums.twice || !norm)) {
+        throw std::invalid_argument("float32 terms without a norm, or in two exchanges");
+    }
     if (sums.rows == 0) return;
     const Args args{workspace, limits, sums, owned_rows(world, sums), slot_bytes(world, sums)};
     const std::uint32_t element = norm ? sizeof(float) : 0;

@@ -37,8 +37,9 @@ struct RowsOfSums {
     RowNorm norm;
     std::uint32_t
         blocks;  // multiprocessors whose blocks there are at most; 0: all. The same on all ranks
-    bool twice = false;   // by two exchanges; there is a norm
-    Prefetch prefetch{};  // while they are summed
+    bool twice = false;      // by two exchanges; there is a norm
+    bool unrounded = false;  // `from` are float32 terms, in one exchange
+    Prefetch prefetch{};     // while they are summed
 };
 
 // Rows that sum_rows normalises lie in shared memory, unrounded.

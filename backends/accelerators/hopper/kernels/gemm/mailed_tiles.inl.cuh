@@ -73,8 +73,8 @@ class Carrier {
 
     // Returns the thread's part of a row of a slice, which is swizzled.
     __device__ uint4 words_of(int slot, int row) const {
-        return *reinterpret_cast<const uint4*>(shared_.slices[slot] + row * kSliceN * kElementBytes +
-                                               (vector_ ^ row % 8) * 16);
+        return *reinterpret_cast<const uint4*>(
+            shared_.slices[slot] + row * kSliceN * kElementBytes + (vector_ ^ row % 8) * 16);
     }
     // Returns the rows of a slice whose first is `row` that are the product's; none where the columns are not.
     __device__ int rows_of(int row, int column) const {
@@ -111,7 +111,8 @@ class Carrier {
         const int rows = rows_of(row_, column_);
         float bias[8] = {};
         if (args_.bias != nullptr && rows > 0) {
-            add_eight<Element>(bias, ptx::load_16(static_cast<const Element*>(args_.bias) + column_));
+            add_eight<Element>(bias,
+                               ptx::load_16(static_cast<const Element*>(args_.bias) + column_));
         }
 #pragma unroll 1
         for (int begin = first_; begin < rows; begin += kRowsApart * kBatch) {
@@ -147,7 +148,8 @@ class Carrier {
                 char* at[kBatch];
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i) {
-                    at[i] = begin + i * kRowsApart < rows ? from + place(i * kRowsApart, 0) : nullptr;
+                    at[i] =
+                        begin + i * kRowsApart < rows ? from + place(i * kRowsApart, 0) : nullptr;
                 }
                 const transport::Awaited what{transport::kMail, static_cast<std::uint32_t>(source),
                                               static_cast<std::uint32_t>(row_)};
@@ -245,8 +247,7 @@ cudaError_t start_mailed_tiles(const FewRowsArgs& args, bool n_major, int blocks
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim =
-        C::kCluster * std::min(std::max(blocks / C::kCluster, 1), raster.tiles());
+    config.gridDim = C::kCluster * std::min(std::max(blocks / C::kCluster, 1), raster.tiles());
     config.blockDim = kBlockThreads;
     config.dynamicSmemBytes = sizeof(Shared<C>);
     config.stream = stream;

@@ -2,5 +2,5 @@
 
 namespace mkernel::hopper {
 template cudaError_t launch_mailed_tiles<__half>(const FewRowsArgs&, GemmVariant, int,
-                                                   cudaStream_t);
+                                                 cudaStream_t);
 }
