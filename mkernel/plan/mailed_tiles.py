@@ -52,7 +52,12 @@ def tiles(
         waves = _up(count, max(1, cores // tile.cores))
         flops = 2.0 * tile.rows * tile.columns * k
         one = flops / (tile.cores * tile.tflops_per_core * 1e6) + constants.tile_us
-        compute = max(waves * one, transfer_us(2.0 * k * (n + m), memory_gbs, 0.0))
+        loads = count * 2.0 * k * (tile.rows + tile.columns)
+        compute = max(
+            waves * one,
+            transfer_us(loads, constants.loads_gbs, 0.0),
+            transfer_us(2.0 * k * (n + m), memory_gbs, 0.0),
+        )
         sent = transfer_us(nbytes, constants.egress_gbs, 0.0)
         before = compute * (waves - 1) / waves  # while the link carries what is finished
         carried = min(before, sent * (waves - 1) / waves)

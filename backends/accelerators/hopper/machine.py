@@ -18,7 +18,7 @@ from mkernel.backends.accelerators.hopper.schedule import TilingName, Way
 from mkernel.backends.accelerators.hopper.transfer.engines import Engines
 from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape
-from mkernel.topology.cost import MachineConstants, OneShot, PathConstants
+from mkernel.topology.cost import MachineConstants, OneShot, PathConstants, transfer_us
 from mkernel.topology.defaults import Sourced
 from mkernel.topology.model import Model
 
@@ -199,11 +199,22 @@ class Prefetching(Sourced):
     most_bytes: int = Field(ge=0, le=1 << 30, description="of a call")
 
 
-class Norms(Sourced):
-    """The time that residual and RMSNorm add to a call that sums few rows."""
+class NormTime(Model):
+    """The time that residual and RMSNorm add to a call: a fixed one, and that of their rows."""
 
-    behind_us: float = Field(ge=0, description="by a kernel behind")
-    inside_us: float = Field(ge=0, description="by the kernel that sums them")
+    us: float = Field(ge=0)
+    rows_gbs: float = Field(gt=0, description="rows that are summed")
+
+    def of(self, nbytes: int) -> float:
+        """Return microseconds for ``nbytes`` of sums."""
+        return transfer_us(nbytes, self.rows_gbs, self.us)
+
+
+class Norms(Sourced):
+    """The time that residual and RMSNorm add to a call that sums rows."""
+
+    behind: NormTime = Field(description="by a kernel behind")
+    inside: NormTime = Field(description="by the kernel that sums them")
 
 
 class HopperMachine(ChipMachine):

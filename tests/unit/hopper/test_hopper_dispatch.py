@@ -135,19 +135,19 @@ def test_gathered_rows_are_copied_after_the_kernels(queued: list[str]) -> None:
     [("gemm_reduce_scatter", "reduce_scatter"), ("gemm_all_reduce", "all_reduce")],
 )
 def test_reductions(queued: list[str], op: str, collective: str, symmetric: bool) -> None:
-    made = planned(op, 512, 256, 256)
+    made = planned(op, 2048, 256, 256)
     everywhere = symmetric and op == "gemm_all_reduce"
     into = "pipelined into every out" if everywhere else "pipelined"
     assert run(queued, made, symmetric=symmetric) == [into]
     assert run(queued, made, "compute_only", symmetric=symmetric) == ["gemm_reduce"]
     separate = ["all_gather_gemm", collective]
     assert run(queued, made, "sequential", symmetric=symmetric) == separate
-    assert run(queued, planned(op, 512, 256, 256, world=1), "sequential") == ["pipelined"]
+    assert run(queued, planned(op, 2048, 256, 256, world=1), "sequential") == ["pipelined"]
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_tensors_at_any_element(queued: list[str], op: str) -> None:
-    made = planned(op, 512, 256, 256)
+    made = planned(op, 2048, 256, 256)
     assert run(queued, made, offset=1) == run(queued, made)
 
 
@@ -178,7 +178,7 @@ def test_each_call_tells_its_own_number_deadline_and_tensors(
     made: Any = gemm.native()
     made.PipelinedGather = made.PipelinedReduce = lambda *given: Told(left)
     monkeypatch.setattr(gemm, "native", lambda: made)
-    plan = planned(op, 640, 256, 256)
+    plan = planned(op, 2048, 256, 256)
     first = last_rank(plan, "pipelined", gathered=False, symmetric=False, offset=0)
     calls = FUSED[op](first, CONTEXT)
     for number in (1, 2, (1 << 32) + 3):
@@ -217,7 +217,7 @@ def told_of(
 def test_kernels_read_rows_that_lie_apart(
     queued: list[str], monkeypatch: pytest.MonkeyPatch, op: str, layout: str
 ) -> None:
-    plan = planned(op, 640, 256, 512, b_layout=layout)
+    plan = planned(op, 2048, 256, 512, b_layout=layout)
     gaps = ("b",) if op == "all_gather_gemm" else ("a", "b")
     width = 256 if layout == "row" else 512
     call, tensors, starter = told_of(monkeypatch, plan, gaps=gaps)
@@ -245,7 +245,7 @@ def test_one_row_has_no_pitch(queued: list[str], monkeypatch: pytest.MonkeyPatch
 def test_the_launch_adds_a_bias(
     queued: list[str], monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
-    plan = planned(op, 512, 256, 256, around=Around(bias=True))
+    plan = planned(op, 2048, 256, 256, around=Around(bias=True))
     assert plan.bias == "launch"
     separate = run(queued, plan, "sequential")
     collective = {"gemm_reduce_scatter": "reduce_scatter", "gemm_all_reduce": "all_reduce"}.get(op)
@@ -263,7 +263,7 @@ def test_calls_of_e4m3_operands_are_started_with_their_scales(
 ) -> None:
     around = Around(scales=Scales(mode="row", use_fast_accum=True))
     given: Any = {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "b_layout": "column"}
-    plan = planned(op, 640, 256, 512, around=around, **given)
+    plan = planned(op, 2048, 256, 512, around=around, **given)
     call, tensors, starter = told_of(monkeypatch, plan)
     scales = tuple(call.tensors[name].data_ptr() for name in ("a_scale", "b_scale"))
     assert (tensors.a_scale, tensors.b_scale) == scales

@@ -317,8 +317,8 @@ def _check(plan: LaunchPlan) -> None:
         and mail.keeps_rows(plan.gemm, plan.world_size, how.way)
     ):
         legal = (
-            "False: no whole rows by mail, in two exchanges of the results' dtype, without a bias and of at most "
-            f"{MOST_NORMED_COLUMNS} columns, to normalise"
+            "False: no whole rows by mail, in two exchanges of the results' dtype, without a bias "
+            f"and of at most {MOST_NORMED_COLUMNS} columns, to normalise"
         )
         raise ArgumentError("plan.schedule.normalises", True, legal)
 

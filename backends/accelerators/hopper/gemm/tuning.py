@@ -80,9 +80,11 @@ def _with_norm(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     plan, times, made = request.plan, found.prediction, found.schedule
     if plan.norm is None or times is None:
         return found
+    assert isinstance(plan.shape, GemmShape | SumShape)
     mailed = isinstance(made, SumSchedule) and made.way != "two_shot"
     inside = mailed or (isinstance(made, FewRowsSchedule | LibrarySchedule) and made.normalises)
-    more = _MACHINE.norms.inside_us if inside else _MACHINE.norms.behind_us
+    added = _MACHINE.norms.inside if inside else _MACHINE.norms.behind
+    more = added.of(plan.shape.m * plan.shape.n * DTYPE_BYTES[plan.out_dtype])
     names = ["compute_us", "sequential_us", "pipelined_us"]
     names += [f"{plan.path}_us"] if times.fused_us is not None else []
     later = {name: getattr(times, name) + more for name in names}
