@@ -18,7 +18,7 @@ from attention_ranks import Attention, Trained
 from calls import Decisions
 from hopper_ranks import OPS, Shape, normed, rows
 from in_world import TOLD_S
-from moe_ranks import PERMUTED, WANTED, Moe
+from moe_ranks import GATHERED, IN_ORDER, PERMUTED, WANTED, Moe
 from test_fp8_on_gpus import FUSED, PROMOTED, drawn_scaled
 from test_fp8_on_gpus import MIXED as SCALED_BY_LIBRARY
 from test_hopper_nodes import ATTENTION as ATTENTION_OF_NODES
@@ -309,6 +309,24 @@ EXPERTS = Family(
     repeated=[replace(SORTED, returns=returns) for returns in ("slots", "ranks")],
     judged=[*BOUNDED, *MANY],
 )
+SCALED_BOUNDED = [
+    Moe(37, 384, 256, 3, 3, capacity=4 * 37 * 3, scales=True, activation="silu_and_mul"),
+    Moe(64, 128, 272, 4, 2, routing="padded", capacity=4 * 64 * 2, scales=True),
+    Moe(40, 640, 384, 2, 2, capacity=4 * 40 * 2, returns="ranks", narrow=True, scales=True,
+        quantise=True, activation="silu_and_mul"),
+    Moe(129, 256, 128, 2, 2, capacity=4 * 129 * 2, returns="slots", narrow=True, scales=True,
+        quantise=True, dtype="float16"),
+]  # fmt: skip
+SCALED_MANY = [
+    Moe(2048 + 77, 256, 512, 2, 2, scales=True, quantise=True),
+    Moe(1536, 128, 784, 1, 1, routing="one_expert", scales=True, dtype="float16"),
+    Moe(1024 + 13, 512, 192, 2, 2, scales=True, activation="silu_and_mul"),
+    Moe(1024 + 13, 512, 384, 2, 2, scales=True, activation="silu_and_mul", quantise=True),
+]
+SCALED_EXPERTS = Family(
+    SCALED_BOUNDED, 24, 24, 60, drawn=moe_ranks.drawn_scaled, draws=120,
+    judged=[*SCALED_BOUNDED, *SCALED_MANY],
+)  # fmt: skip
 ONCE = Family([], 0, 0, 0, times=0)
 EARLY = moe_ranks.all_of(moe_ranks.early(128), PERMUTED)
 WANTED_EXPERTS = replace(EXPERTS, draws=100, least=2, judged=[*BOUNDED, *MANY_WANTED])  # fmt: skip
@@ -454,6 +472,11 @@ FAMILIES = {
     ),
     "experts": EXPERTS,
     "experts-permuted": replace(EXPERTS, decisions=PERMUTED),
+    "experts-e4m3": replace(SCALED_EXPERTS, decisions=GATHERED),
+    "experts-e4m3-permuted": replace(SCALED_EXPERTS, decisions=IN_ORDER),
+    "experts-e4m3-wanted": replace(
+        ONCE, judged=[*SCALED_BOUNDED, *SCALED_MANY], decisions=WANTED, least=2
+    ),
     "experts-early": replace(ONCE, judged=MANY, decisions=EARLY),
     "experts-wide": Family(WIDE, 0, 12, 0, times=0, judged=WIDE, decisions=PERMUTED),
     "experts-wanted": replace(WANTED_EXPERTS, decisions=WANTED),

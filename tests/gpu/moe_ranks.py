@@ -18,16 +18,23 @@ from few_elements import experts_right
 
 import mkernel
 from mkernel.backends.accelerators.hopper.moe import executors as backend
+from mkernel.backends.contracts.scaled import dequantised, quantised_blocks
 from mkernel.cases import case_of
 from mkernel.cases.comparison import FEW
-from mkernel.cases.moe import ROUTINGS, MoeDispatchCase
+from mkernel.cases.moe import ROUTINGS, MoeDispatchCase, wide
 from mkernel.errors import CapacityExceeded
-from mkernel.plan.model import Activation
+from mkernel.plan.model import BLOCK, E4M3, Activation
 from mkernel.plan.pipeline import Returns
 
 PERMUTED: Decisions = {"moe.tuning": {"permutes": True, "reads_weights": False}}
 """Plans as of many tokens: dispatches copy their rows into order first; second products have wide
 tiles."""
+IN_ORDER: Decisions = {"moe.tuning": {"permutes": True}}
+"""The same of e4m3 experts, which have one tiling."""
+GATHERED: Decisions = {"moe.tuning": {"permutes": False}}
+OF_LAYERS = ("home", "values", "scales")
+"""Results that the case of a dispatch does not know."""
+QUANTISED = 2**-5
 WANTED: Decisions = {"moe.tuning": {"push_blocks": (8, ())}}
 """Each token goes once to each rank that has an expert of it."""
 
@@ -63,6 +70,10 @@ class Moe:
     activation: Activation | None = None
     narrow: bool = False
     """Whether results of GEMM+combine travel in ``dtype``, not in float32."""
+    scales: bool = False
+    """Whether operands are e4m3 with scales by blocks; ``dtype`` is then that of results."""
+    quantise: bool = False
+    """Whether the first op quantises what the second one multiplies; else that has 16 bits."""
 
     def work(self, seed: int = 0, device: str | None = None) -> Work:
         """Make its tensors on this rank."""
@@ -75,13 +86,18 @@ class Moe:
             "experts": experts,
             "top_k": min(self.top_k, experts),
         }
-        options = {"routing": self.routing, "id_dtype": self.ids, "activation": self.activation}
+        options = {
+            "routing": self.routing,
+            "id_dtype": self.ids,
+            "activation": self.activation,
+            **({"scales": "block"} if self.scales else {}),
+        }
         made: Any = case_of("moe_dispatch_gemm")
         case = made(
             sizes,
+            E4M3 if self.scales else self.dtype,
             self.dtype,
-            self.dtype,
-            self.layout,
+            "column" if self.scales else self.layout,
             seed=seed,
             options=options,
             device=device or calls.DEVICE,
@@ -98,20 +114,36 @@ class Work(calls.Work):
     def __init__(self, shape: Moe, case: MoeDispatchCase) -> None:
         super().__init__(shape, case)
         self.moe, self.top_k = case, case.sizes["top_k"]
-        self.w2 = self._w2(self.rank)
+        self.w2 = self._laid_out(self._w2(self.rank))
+        self.w2_scale = self._w2_scale(self.rank)
 
     def _w2(self, rank: int) -> torch.Tensor:
         """As small as a model's, by a power of two: products with gated ``h`` of eight slots that one
         expert has would leave float16's range, where there is nothing to compare."""
         shape = (self.shape.experts, self.shape.features, self.shape.hidden)
-        return self.case.normal(0, 9, rank, *shape) * 2.0 ** -round(math.log2(shape[1]) / 2)
+        drawn = self.case.normal(0, 9, rank, *shape)
+        if self.shape.scales:  # which keep results small
+            return drawn
+        return drawn * 2.0 ** -round(math.log2(shape[1]) / 2)
 
-    def dispatched(self) -> Any:
+    def _w2_scale(self, rank: int) -> torch.Tensor | None:
+        shape = self.shape
+        if not shape.scales or shape.features % BLOCK:
+            return None
+        sizes = shape.experts, shape.features, shape.hidden
+        return self.moe.scales_of((0, 14, rank), *sizes)[0]
+
+    def _laid_out(self, w: torch.Tensor) -> torch.Tensor:
+        return w.transpose(1, 2).contiguous().transpose(1, 2) if self.shape.scales else w
+
+    def dispatched(self, **options: Any) -> Any:
         """Call the dispatch."""
         given, shape = self.given, self.shape
+        scales = {name: given[name] for name in ("x_scale", "w_scale") if shape.scales}
         return mkernel.moe_dispatch_gemm(
             given["x"], given["topk_ids"], given["w"], capacity=shape.capacity or None,
-            activation=shape.activation,
+            activation=shape.activation, **scales,
+            **{**({"out_dtype": getattr(torch, shape.dtype)} if shape.scales else {}), **options},
         )  # fmt: skip
 
     def call(self) -> Tensors:
@@ -119,19 +151,32 @@ class Work(calls.Work):
         sent, weights = self.dispatched(), self.given["topk_weights"]
         self.found = {"outputs": sent.outputs, "counts": sent.counts}
         self.found["out"] = mkernel.moe_combine(sent.outputs, sent.handle, weights)
+        if self.shape.scales and self.w2_scale is None:
+            return self.found
+        scales: dict[str, Any] = {}
+        if self.shape.scales:
+            scales = {"w2_scale": self.w2_scale, "out_dtype": sent.outputs.dtype}
+        h = sent.outputs
+        if self.shape.quantise:
+            sent = self.dispatched(out_dtype=None, quantise="block")
+            h = self.found["values"] = sent.outputs
+            scales["h_scale"] = self.found["scales"] = sent.scales
         self.found["home"] = mkernel.moe_gemm_combine(
-            sent.outputs, self.w2, sent.handle, weights, returns=self.shape.returns,
+            h, self.w2, sent.handle, weights, returns=self.shape.returns,
             partial_dtype=getattr(torch, self.shape.dtype) if self.shape.narrow else torch.float32,
+            **scales,
         )  # fmt: skip
         return self.found
 
     def wrong(self, turn: int, found: Tensors) -> list[str]:
         """Say what is wrong with the results of a turn."""
         rows = int(found["counts"].sum())
-        judged = {name: each for name, each in found.items() if name != "home"}
+        judged = {name: each for name, each in found.items() if name not in OF_LAYERS}
         wrong = super().wrong(turn, {**judged, "outputs": found["outputs"][:rows]})
         if found["outputs"][rows:].count_nonzero():
             wrong.append("rows behind the last one are not zero")
+        if "values" in found:
+            wrong += self._quantised(turn, found["values"], found["scales"], rows)
         if "home" not in found:
             return wrong
         # Narrow results, ranks' sums of them, then the sum of these are rounded, each as much.
@@ -146,6 +191,23 @@ class Work(calls.Work):
             wrong.append(f"GEMM+combine is off by {off:.2e}")
         return wrong
 
+    def _quantised(
+        self, turn: int, values: torch.Tensor, scales: torch.Tensor, rows: int
+    ) -> list[str]:
+        """Say what is wrong with quantised outputs. A rounding to e4m3 is off by 1/16 of an element at
+        most, and by half of that in the mean."""
+        wanted = self.case.truths(self.rank, self.world, turn, ("outputs",))["outputs"]
+        got = dequantised(values[:rows], scales[:rows], torch.float64)
+        off = float((got - wanted).norm()) / (float(wanted.norm()) or 1.0)
+        wrong = [] if off <= QUANTISED else [f"quantised outputs are off by {off:.2e}"]
+        of_wanted = quantised_blocks(wanted)[1]
+        if not torch.allclose(scales[:rows], of_wanted, rtol=1e-2):
+            wrong.append("scales are not those of the largest elements")
+        rest = values[rows:].view(torch.uint8)
+        if rest.count_nonzero() or not bool((scales[rows:] == 1).all()):
+            wrong.append("rows behind the last one are not zero, or have other scales than 1")
+        return wrong
+
     def rounded(self, name: str, got: torch.Tensor, turn: int) -> bool:
         """Return :func:`experts_right` of few different elements of ``outputs`` or ``out``."""
         return len(got.unique()) <= FEW and experts_right(
@@ -157,18 +219,24 @@ class Work(calls.Work):
         sums of their terms' absolute values."""
         case, shape = self.moe, self.shape
         kind = getattr(torch, shape.dtype)
-        x = case._x(self.rank, turn).double()
+        x = case._wide_x(self.rank, turn).double()
         ids = case._ids(self.rank, turn).long()
         weights = case._weights(self.rank, turn).float().double()
         wanted = torch.zeros(shape.tokens, shape.hidden, device=x.device).double()
         terms = torch.zeros_like(wanted)
         for owner in range(self.world):
-            w, w2 = case._w(owner, self.world, turn).double(), self._w2(owner).double()
-            for expert in range(shape.experts):
+            both = (
+                case._wide_w(owner, self.world, turn),
+                wide(self._w2(owner), self._w2_scale(owner)),
+            )
+            for expert, (w, w2) in enumerate(zip(*both, strict=True)):
                 token, slot = (ids == owner * shape.experts + expert).nonzero(as_tuple=True)
                 if len(token):
-                    h = case._activate(x[token] @ w[expert]).to(kind).double()
-                    weighted = weights[token, slot, None] * (h @ w2[expert])
+                    h = case._activate(x[token] @ w.double())
+                    h = h if shape.quantise else h.to(kind).double()
+                    if shape.scales:
+                        h = dequantised(*quantised_blocks(h), torch.float64)
+                    weighted = weights[token, slot, None] * (h @ w2.double())
                     wanted.index_add_(0, token, weighted)
                     terms.index_add_(0, token, weighted.abs())
         return wanted, terms
@@ -194,6 +262,21 @@ def drawn(chance: random.Random, world: int) -> Moe:
         ids=chance.choice(("int32", "int64")),
         activation=chance.choice((None, None, "silu_and_mul")),
         narrow=chance.choice((False, True)),
+    )
+
+
+def drawn_scaled(chance: random.Random, world: int) -> Moe:
+    """Draw any legal size and routing of e4m3 experts."""
+    shape = drawn(chance, world)
+    gated = shape.activation is not None
+    step = chance.choice((BLOCK, 64 if gated else 16))
+    features = step * chance.randint(1, 640 // step)
+    return replace(
+        shape,
+        hidden=BLOCK * chance.choice((1, 2, 5, 9)),
+        features=features,
+        scales=True,
+        quantise=features % BLOCK == 0 and chance.random() < 0.6,
     )
 
 

@@ -147,7 +147,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
     def capabilities(self) -> AcceleratorCapabilities:
         """Return the capabilities: the GEMM ops, AllReduce, MoE and ring attention in half
         precision; for e4m3 operands the GEMM ops on the library path, and fused where sums with
-        fewer bits are allowed."""
+        fewer bits are allowed, and the products of MoE in worlds of one node."""
         if self._capabilities is None:
             found = [] if missing() is not None else _devices()
             processors = found[0].multiprocessors if found else machine().cores
@@ -167,6 +167,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 scale_modes=scale_modes(),
                 fused_scale_modes=fused_scale_modes(),
                 fused_float32_scale_modes=fused_scale_modes(),
+                scaled_experts=True,
                 alignment_bytes=16,
                 transfer_paths=("p2p", "nic", "staged"),
                 peer_access=True,

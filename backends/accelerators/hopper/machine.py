@@ -125,6 +125,10 @@ class Experts(Sourced):
     push_blocks: int = Field(
         8, ge=2, multiple_of=2, description="that send tokens where they are wanted"
     )
+    e4m3_times: float = Field(
+        gt=0,
+        description="these rates of e4m3 operands with scales by blocks, by those of half precision",
+    )
     far_early_rows: int = Field(
         256, ge=64, multiple_of=64, description="of moe_tuning.early_rows, between nodes"
     )

@@ -23,18 +23,22 @@ from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, Gemm
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
-from mkernel.errors import CapacityExceeded, Unsupported
-from mkernel.plan.model import LaunchPlan
+from mkernel.errors import CapacityExceeded, ShapeError, Unsupported
+from mkernel.plan.arguments import Around
+from mkernel.plan.model import E4M3, GemmCombineShape, LaunchPlan, MoeShape, Scales
 from mkernel.plan.pipeline import Returns
 from mkernel.plan.planner import explain
 
 WORLD, RANK, MAIN, BESIDE = 2, 1, 5, 6
 ROWS = 11
 SIZES = {"tokens": 12, "hidden": 64, "features": 128, "experts": 8, "top_k": 3}
-STARTED = ("push_rows", "push_wanted", "moe_route", "moe_grouped", "moe_home")
-FRESH = ("out", "counts", "ids", "y", "permuted")
+STARTED = ("push_rows", "push_wanted", "moe_route", "quantise_rows", "moe_grouped", "moe_home")
+FRESH = ("a", "out", "out_scales", "counts", "ids", "y", "permuted")
 """Addresses of memory that a call allocates, or zero."""
-BUILT = ("Routing", "GroupedProduct", "Home", "AllGatherSchedule", "MoeSizes", "WantedTokens")
+BUILT = (
+    "Routing", "GroupedProduct", "Home", "AllGatherSchedule", "MoeSizes", "QuantisedRows",
+    "WantedTokens",
+)  # fmt: skip
 
 
 class Started:
@@ -130,6 +134,8 @@ def planned(op: str, **changes: Any) -> LaunchPlan:
 
 def called(plan: LaunchPlan, view: View = "pipelined") -> Call:
     """A call of rank 1, number 1."""
+    if plan.scales is not None:
+        return called_with_scales(plan, view)
     tokens, experts, top_k = (SIZES[name] for name in ("tokens", "experts", "top_k"))
     up = torch.zeros(experts // WORLD, SIZES["hidden"], SIZES["features"]).bfloat16()
     down = up.transpose(1, 2).contiguous()
@@ -145,10 +151,55 @@ def called(plan: LaunchPlan, view: View = "pipelined") -> Call:
     else:
         h = torch.zeros(ROWS, SIZES["features"]).bfloat16()
         tensors |= {"h": h, "w2": down, **weights, "out": h.new_zeros(tokens, SIZES["hidden"])}
+    return call_of(plan, tensors, view)
+
+
+def call_of(plan: LaunchPlan, tensors: dict[str, torch.Tensor], view: View) -> Call:
     return Call(
         plan=plan, rank=RANK, tensors=tensors, epoch=1, number=1, pad=0, workspace=1 << 30,
         areas=(0,), peers={0: PeerMemory(0, 1 << 21)}, region=0, fifo=0, timeout_s=1.0, view=view,
     )  # fmt: skip
+
+
+SCALED: dict[str, Any] = {**SIZES, "hidden": 256}
+SCALED_OPS = ("moe_dispatch_gemm", "moe_gemm_combine")
+
+
+def planned_with_scales(
+    op: str, quantises: Any = "bfloat16", out_dtype: Any = "bfloat16", **changes: Any
+) -> LaunchPlan:
+    around = Around(scales=Scales(mode="block", quantises=quantises))
+    return world_of_two().plan(
+        op, {**SCALED, **changes}, dtype=E4M3, out_dtype=out_dtype, b_layout="column", around=around
+    )
+
+
+def called_with_scales(plan: LaunchPlan, view: View = "pipelined") -> Call:
+    """A call of rank 1 with e4m3 weights, and rows as the plan has them."""
+    assert isinstance(plan.shape, MoeShape | GemmCombineShape)
+    assert plan.scales is not None
+    shape, kind = plan.shape, plan.scales.quantises or plan.dtype
+    dispatches = isinstance(shape, MoeShape)
+    k, n = shape.hidden, shape.columns if dispatches else shape.features
+    k, n = (k, n) if dispatches else (n, k)
+    own, count = shape.experts // WORLD, shape.tokens if dispatches else ROWS
+    rows, weight = ("x", "w") if dispatches else ("h", "w2")
+    words = HopperAccelerator().routing_words(WORLD, shape.tokens, shape.top_k, shape.experts) + 1
+    places = shape.tokens, shape.top_k
+    tensors = {
+        "routing": torch.zeros(words, dtype=torch.int32),
+        rows: torch.zeros(count, k, dtype=getattr(torch, kind)),
+        weight: torch.zeros(own, n, k, dtype=torch.float8_e4m3fn).transpose(1, 2),
+        f"{weight}_scale": torch.ones(own, -(-n // 128), k // 128).transpose(1, 2),
+    }
+    if plan.scales.quantises is None:
+        tensors[f"{rows}_scale"] = torch.ones(count, k // 128)
+    if dispatches:
+        tensors["topk_ids"] = torch.zeros(places, dtype=torch.int32)
+    else:
+        out = torch.zeros(shape.tokens, n, dtype=getattr(torch, plan.out_dtype))
+        tensors |= {"topk_weights": torch.zeros(places), "out": out}
+    return call_of(plan, tensors, view)
 
 
 def context() -> DispatchContext:
@@ -386,3 +437,113 @@ def test_too_many_experts_are_named(started: Started) -> None:
     assert HopperAccelerator().workspace(at_most).areas
     with pytest.raises(Unsupported, match=f"{most + 1} experts on a rank; at most {most}"):
         HopperAccelerator().workspace(planned("moe_dispatch_gemm", experts=2 * (most + 1)))
+
+
+# ---- experts in e4m3 -----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
+@pytest.mark.parametrize("op", SCALED_OPS)
+@pytest.mark.parametrize("quantises", ["bfloat16", None])
+def test_no_field_of_e4m3_experts_is_decoration(
+    started: Started, op: str, quantises: str | None
+) -> None:
+    usual = planned_with_scales(op, quantises)
+    assert decorations(usual, launches(started, world_of_two(), usual)) == []
+
+
+@pytest.mark.parametrize("quantises", ["bfloat16", "float16", None])
+@pytest.mark.parametrize("out_dtype", ["float16", E4M3])
+def test_tokens_of_e4m3_experts_are_quantised_once_and_travel_with_their_scales(
+    started: Started, quantises: str | None, out_dtype: str
+) -> None:
+    plan = planned_with_scales("moe_dispatch_gemm", quantises, out_dtype, features=384)
+    call, each = called(plan), SCALED["hidden"] + SCALED["hidden"] // 128 * 4 + 8
+    found = run(call)
+    assert started.names == [
+        ("quantise_rows", MAIN), ("push_rows", BESIDE), ("moe_route", MAIN), ("moe_grouped", MAIN),
+    ]  # fmt: skip
+    rows, product = started.given["QuantisedRows"], started.given["GroupedProduct"]
+    assert rows["x"] == call.tensors["x"].data_ptr()
+    of_x = call.tensors.get("x_scale")
+    assert rows["scales"] == (0 if of_x is None else of_x.data_ptr())
+    assert (rows["rows"], rows["width"]) == (SCALED["tokens"], SCALED["hidden"])
+    assert rows["half"] is (quantises == "float16")
+    assert (
+        rows["row_bytes"] == started.given["Routing"]["row_bytes"] == each == product["row_bytes"]
+    )
+    assert each % 16 == 0
+    assert each - SCALED["hidden"] // 128 * 4 - 16 < SCALED["hidden"] <= each, "half of 16 bits"
+    assert product["a"] == rows["out"], "what is multiplied is what travels"
+    assert product["b_scales"] == call.tensors["w_scale"].data_ptr()
+    assert product["a_scales"] == 0
+    assert not product["n_major"]
+    outputs = found["outputs"]
+    assert outputs.shape == (ROWS, 384)
+    assert (product["out"], outputs.dtype) == (outputs.data_ptr(), getattr(torch, out_dtype))
+    if out_dtype == E4M3:
+        assert found["scales"].shape == (ROWS, 3)
+        assert product["out_scales"] == found["scales"].data_ptr()
+    else:
+        assert "scales" not in found
+        assert (product["out_scales"], product["half"]) == (0, True)
+
+
+@pytest.mark.parametrize("returns", ["slots", "ranks"])
+@pytest.mark.parametrize("partial_dtype", ["bfloat16", "float32"])
+def test_rows_that_are_e4m3_already_are_multiplied_as_they_lie(
+    started: Started, returns: str, partial_dtype: str
+) -> None:
+    wishes = {"returns": returns, "partial_dtype": partial_dtype}
+    call = called(planned_with_scales("moe_gemm_combine", None, **wishes))
+    run(call)
+    product = started.given["GroupedProduct"]
+    assert "QuantisedRows" not in started.given
+    assert product["a"] == call.tensors["h"].data_ptr()
+    assert product["a_scales"] == call.tensors["h_scale"].data_ptr()
+    assert product["row_bytes"] == SCALED["features"]
+    assert product["wide"] is started.given["Home"]["wide"] is (partial_dtype == "float32")
+    assert product["home"] is (returns == "slots")
+    run(called(planned_with_scales("moe_gemm_combine", "float16", **wishes)))
+    rows, product = started.given["QuantisedRows"], started.given["GroupedProduct"]
+    assert rows["rows"] == ROWS
+    assert (product["a"], product["a_scales"]) == (rows["out"], 0)
+    assert product["row_bytes"] == rows["row_bytes"] == SCALED["features"] + 16
+
+
+def test_a_workspace_of_e4m3_tokens_is_half_as_large() -> None:
+    large = {"tokens": 4096, "hidden": 4096}
+    accelerator = HopperAccelerator()
+    wide, narrow = (
+        accelerator.workspace(each).areas[0]
+        for each in (
+            planned("moe_dispatch_gemm", **large),
+            planned_with_scales("moe_dispatch_gemm", **large),
+        )
+    )
+    tokens = WORLD * 4096 * 4096
+    assert wide - narrow == 2 * tokens - tokens * (1 + 4 / 128)
+
+
+def test_e4m3_experts_are_refused_where_no_kernel_takes_them() -> None:
+    with pytest.raises(ShapeError, match=r"features = 144 .* multiple of 64"):
+        planned_with_scales("moe_dispatch_gemm", features=144, activation="silu_and_mul")
+    assert planned_with_scales("moe_dispatch_gemm", features=144).scales
+    around = Around(scales=Scales(mode="block", quantises="bfloat16"))
+    gpus, nics = (devices.gpu(0, name="NVIDIA H200"),), (devices.nic(0, gpudirect=True),)
+    apart = devices.world(*(devices.node(gpus, nics) for _ in range(2)))
+    for op in SCALED_OPS:
+        with pytest.raises(Unsupported, match=f"e4m3 operands of {op} in worlds of one node.* 2"):
+            WalkedWorld(HopperAccelerator(), apart, 1).plan(
+                op, SCALED, dtype=E4M3, out_dtype="bfloat16", b_layout="column", around=around
+            )
+
+
+def test_e4m3_products_of_few_tokens_gather_them() -> None:
+    sizes = {"hidden": 7168, "features": 2048, "experts": 256, "top_k": 8}
+    found = [
+        planned_with_scales("moe_dispatch_gemm", tokens=tokens, **sizes).part(DispatchSchedule)
+        for tokens in (32, 32768)
+    ]
+    assert [each.permutes for each in found] == [False, True]
+    assert {each.tiling for each in found} == {"deep"}

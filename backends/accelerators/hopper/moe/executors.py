@@ -7,6 +7,8 @@ Data flow of a dispatch:
       waits for to size the outputs; with a capacity it waits for nothing
   rows of x and of the workspace, w ──grouped product──▶ outputs; of many tokens it first copies its
       rows into memory of their own, one below the other
+Tokens of e4m3 experts are first quantised, each once, and their scales lie behind them wherever they go
+(kernels/moe/quantise_rows.hpp).
 Between nodes tokens, ids, weights and sums travel by puts of a NIC as well (:mod:`.moe.nodes`).
 Results return by slot, straight from the grouped product or from ``y``, and are added on the
 token's rank; or a token's results on one rank are added first (kernels/moe/home.hpp), as is always
@@ -23,6 +25,7 @@ A replay of a graph is no call of the world: wait for its stream before you read
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -34,7 +37,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
 )
 from mkernel.backends.accelerators.hopper.moe.nodes import FarRanks, workspace_of
-from mkernel.backends.accelerators.hopper.moe.tuning import MOST_ROW_BYTES, check_size
+from mkernel.backends.accelerators.hopper.moe.tuning import MOST_ROW_BYTES, check_size, row_bytes
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -44,8 +47,17 @@ from mkernel.backends.accelerators.hopper.schedule import (
 )
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
-from mkernel.errors import ArgumentError
-from mkernel.plan.model import DTYPE_BYTES, CombineShape, GemmCombineShape, LaunchPlan, MoeShape
+from mkernel.errors import ArgumentError, Unsupported
+from mkernel.plan.model import (
+    BLOCK,
+    DTYPE_BYTES,
+    E4M3,
+    CombineShape,
+    DtypeName,
+    GemmCombineShape,
+    LaunchPlan,
+    MoeShape,
+)
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.hopper import _hopper
@@ -133,6 +145,28 @@ class _Moe:
             raise
         return forks
 
+    def _rows(self, call: Call, name: str, stream: int) -> torch.Tensor:
+        """Return the call's rows of that name, as they travel. Those of e4m3 experts are queued to be
+        quantised, or copied: they have their scales behind each row, in bytes."""
+        rows, scales = aligned(call.tensors[name]), self._plan.scales
+        if scales is None:
+            return rows
+        of_rows, made = call.tensors.get(f"{name}_scale"), native()
+        count, width = rows.shape
+        each = row_bytes(width, scaled=True)
+        found = torch.empty((count, each), dtype=torch.uint8, device=rows.device)
+        quantised = made.QuantisedRows(
+            x=rows.data_ptr(),
+            scales=_address(of_rows),
+            out=found.data_ptr(),
+            rows=count,
+            width=width,
+            row_bytes=each,
+            half=scales.quantises == "float16",
+        )
+        made.quantise_rows(self._context.device, quantised, stream)
+        return found
+
     def _product(
         self,
         call: Call,
@@ -140,6 +174,9 @@ class _Moe:
         w: torch.Tensor,
         blocks: int,
         *,
+        b_scale: torch.Tensor | None,
+        a_scale: torch.Tensor | None = None,
+        out_scale: torch.Tensor | None = None,
         permuted: torch.Tensor | None = None,
         height: int = 0,
         gated: bool = False,
@@ -148,17 +185,25 @@ class _Moe:
         depth, width = w.shape[1:]
         if a.nbytes >= MOST_ROW_BYTES:
             raise ArgumentError("rows", tuple(a.shape), f"fewer than {MOST_ROW_BYTES >> 30} GiB")
+        if b_scale is not None and not how["deep"]:
+            raise Unsupported(
+                f"wide tiles of {self._plan.op} with e4m3 weights: there are deep ones"
+            )
         made: _hopper.GroupedProduct = native().GroupedProduct(
             sizes=self._sizes,
             routing=call.tensors["routing"].data_ptr(),
             a=a.data_ptr(),
-            permuted=0 if permuted is None else permuted.data_ptr(),
+            permuted=_address(permuted),
             b=w.data_ptr(),
+            a_scales=_address(a_scale),
+            b_scales=_address(b_scale),
+            out_scales=_address(out_scale),
+            row_bytes=a.shape[1] * a.element_size(),
             n=width // 2 if gated else width,
             k=depth,
             height=height,
             gated=gated,
-            half=self._plan.dtype == "float16",
+            half=self._plan.out_dtype == "float16",
             n_major=self._plan.b_layout == "row",
             waits=self._exchanges(call),
             blocks=blocks,
@@ -179,11 +224,11 @@ class _Moe:
         made: _hopper.Home = native().Home(
             sizes=self._sizes,
             routing=call.tensors["routing"].data_ptr(),
-            y=0 if y is None else y.data_ptr(),
+            y=_address(y),
             weights=call.tensors["topk_weights"].data_ptr(),
             out=out.data_ptr(),
             width=out.shape[1],
-            half=self._plan.dtype == "float16",
+            half=self._plan.out_dtype == "float16",
             wide=wide,
             by_rank=by_rank,
             waits=self._exchanges(call),
@@ -216,7 +261,7 @@ class DispatchExecutor(_Moe):
                 "capacity", None, "a number of rows: a graph's shapes cannot depend on its routing"
             )
         exchanges = self._exchanges(call)
-        x, w = aligned(call.tensors["x"]), aligned(call.tensors["w"])
+        x, w = self._rows(call, "x", stream), aligned(call.tensors["w"])
         ids = call.tensors["topk_ids"].to(torch.int32)
         words = call.tensors["routing"]
         counts = torch.empty(len(w), dtype=torch.int64, device=x.device)
@@ -245,14 +290,19 @@ class DispatchExecutor(_Moe):
                 stream,
             )
             height = context.reports.rows(call_id(call)) if capacity is None else capacity
-            outputs = x.new_empty((height, shape.features))
-            permuted = x.new_empty((height, shape.hidden)) if how.permutes else None
+            outputs = x.new_empty((height, shape.features), dtype=_dtype(plan.out_dtype))
+            found = {"outputs": outputs, "counts": counts}
+            if plan.out_dtype == E4M3:
+                sizes = height, shape.features // BLOCK
+                found["scales"] = x.new_empty(sizes, dtype=torch.float32)
+            permuted = x.new_empty((height, x.shape[1])) if how.permutes else None
             if forked and how.push_blocks and not how.early_tiles:  # it would keep out the push
                 forked = False
                 context.order.join(stream)
             product = self._product(
-                call, x, w, how.blocks, permuted=permuted, out=outputs.data_ptr(), rows=height,
-                height=capacity or 0, tokens=True, gated=shape.activation is not None,
+                call, x, w, how.blocks, b_scale=call.tensors.get("w_scale"),
+                out_scale=found.get("scales"), permuted=permuted, out=outputs.data_ptr(),
+                rows=height, height=capacity or 0, tokens=True, gated=shape.activation is not None,
                 deep=how.tiling == "deep", wide=False, home=False, ends=True,
             )  # fmt: skip
             made.moe_grouped(context.device, world, product, stream)
@@ -260,7 +310,7 @@ class DispatchExecutor(_Moe):
             if forked:
                 context.order.join(stream)
         _heights[words.untyped_storage()] = _version(words), height
-        return {"outputs": outputs, "counts": counts}
+        return found
 
     def _tokens(self, call: Call, x: torch.Tensor, ids: torch.Tensor) -> Callable[[int], None]:
         """Return a function that queues the transfer of the own tokens to the peers of this node on
@@ -369,29 +419,29 @@ class GemmCombineExecutor(_Returns):
         made, device, world, plan = native(), self._context.device, self._of_call(call), self._plan
         shape, how = plan.shape, plan.part(GemmCombineSchedule)
         assert isinstance(shape, GemmCombineShape)
-        wide, deep = shape.partial_dtype != plan.dtype, how.tiling == "deep"
-        h, w2 = aligned(call.tensors["h"]), aligned(call.tensors["w2"])
+        wide, deep = shape.partial_dtype != plan.out_dtype, how.tiling == "deep"
+        h_scale = call.tensors.get("h_scale")
+        # Rows that are e4m3 already lie as the product reads them.
+        h = self._rows(call, "h", stream) if h_scale is None else aligned(call.tensors["h"])
+        w2 = aligned(call.tensors["w2"])
+        product = partial(
+            self._product, call, h, w2, how.blocks, a_scale=h_scale,
+            b_scale=call.tensors.get("w2_scale"), rows=len(h), tokens=False, deep=deep, wide=wide,
+        )  # fmt: skip
         if how.returns == "ranks":
 
             def results() -> torch.Tensor:
-                y = h.new_empty((len(h), shape.hidden), dtype=getattr(torch, shape.partial_dtype))
-                product = self._product(
-                    call, h, w2, how.blocks, out=y.data_ptr(), rows=len(h), tokens=False,
-                    deep=deep, wide=wide, home=False, ends=False,
-                )  # fmt: skip
-                made.moe_grouped(device, world, product, stream)
+                y = h.new_empty((len(h), shape.hidden), dtype=_dtype(shape.partial_dtype))
+                to_y = product(out=y.data_ptr(), home=False, ends=False)
+                made.moe_grouped(device, world, to_y, stream)
                 return y
 
-            row_bytes = shape.hidden * DTYPE_BYTES[shape.partial_dtype]
-            self._by_rank(call, stream, row_bytes, results, how.sum_blocks, wide=wide)
+            each = shape.hidden * DTYPE_BYTES[shape.partial_dtype]
+            self._by_rank(call, stream, each, results, how.sum_blocks, wide=wide)
             return
         out = call.tensors["out"]
         written = writable(out)
-        product = self._product(
-            call, h, w2, how.blocks, out=0, rows=len(h), tokens=False, deep=deep, wide=wide,
-            home=True, ends=True,
-        )  # fmt: skip
-        made.moe_grouped(device, world, product, stream)
+        made.moe_grouped(device, world, product(out=0, home=True, ends=True), stream)
         home = self._home(call, None, written, how.sum_blocks, wide=wide, by_rank=False)
         made.moe_home(device, world, home, made.HomeStep.sum_slots, stream)
         deliver(written, out)
@@ -405,4 +455,13 @@ def _sizes(plan: LaunchPlan) -> _hopper.MoeSizes:
 
 def _row_bytes(plan: LaunchPlan) -> int:
     assert isinstance(plan.shape, MoeShape)
-    return plan.shape.hidden * DTYPE_BYTES[plan.dtype]
+    return row_bytes(plan.shape.hidden, scaled=plan.scales is not None)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _dtype(name: DtypeName) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found

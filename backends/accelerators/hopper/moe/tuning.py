@@ -8,7 +8,8 @@ of ``push_blocks`` blocks sends each token only to the ranks that have an expert
 routing to a share 1 - (1 - 1/W)^k of them. The shorter predicted time decides;
 ``MKERNEL_HOPPER_TOKENS`` names one. Between nodes tokens travel whole. The grouped product gathers
 rows by 16-byte copies where it is bound by reading weights, because bulk tensor copies of single rows
-are slower; where the product itself counts, rows are first copied into memory in their order.
+are slower; where the product itself counts, rows are first copied into memory in their order. Experts
+in e4m3 have one tiling.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from mkernel.backends.accelerators.hopper.schedule import (
     GemmCombineSchedule,
 )
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
+from mkernel.errors import ShapeError, Unsupported
 from mkernel.plan.model import (
+    BLOCK,
     DTYPE_BYTES,
+    E4M3,
     CommonPart,
     GemmCombineShape,
     MoeShape,
@@ -41,6 +45,9 @@ TILE_ROWS = 256
 """Rows of a cluster's tile; as in kernels/moe/tables.cuh."""
 SUM_BLOCKS_A_CORE = 8
 """Blocks of 256 threads that a multiprocessor runs at a time."""
+GATED_STEP = 64
+"""The columns of gated results that a tile of e4m3 operands has. Those of the gate have one scale a
+block of K, and so have those of up (kernels/moe/parts.cuh)."""
 MOST_ROW_BYTES = 1 << 35
 """Exclusive bound on the bytes of a product's rows: kernels count them by 16 bytes, in 31 bits."""
 MOST_WORDS = (1 << 31) - 1
@@ -53,6 +60,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     """Schedule a plan of an MoE op. A rank's tokens are one chunk, whatever chunk is requested."""
     plan = request.plan
     check_size(plan)
+    check_scaled(plan)
     found = by_rows(request, chunks=1)
     processors = found.pipeline.compute_blocks
     # Between nodes a block of another kernel occupies a multiprocessor while tokens land.
@@ -74,11 +82,11 @@ def schedule(request: ScheduleRequest) -> Scheduled:
             early_tiles=early,
             early_rows=early_rows(plan),
             permutes=permutes(plan),
-            tiling=tiling(plan.shape.hidden) if permutes(plan) else "deep",
+            tiling=tiling(plan.shape.hidden) if permutes(plan) and plan.scales is None else "deep",
         )
     elif isinstance(plan.shape, GemmCombineShape):
         made = GemmCombineSchedule(
-            tiling="deep" if reads_weights(plan) else tiling(plan.shape.features),
+            tiling="deep" if plan.scales or reads_weights(plan) else tiling(plan.shape.features),
             blocks=blocks,
             sum_blocks=sums,
             returns=found.pipeline.returns,
@@ -88,6 +96,30 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     return found._replace(schedule=made)
 
 
+def row_bytes(width: int, *, scaled: bool) -> int:
+    """Return the bytes from one row of ``width`` elements to the next. ``scaled``: they are e4m3, and
+    have their scales behind each row, which is padded to 16 bytes."""
+    if not scaled:
+        return width * DTYPE_BYTES["bfloat16"]
+    behind = width // BLOCK * DTYPE_BYTES["float32"]
+    return (width * DTYPE_BYTES[E4M3] + behind + 15) // 16 * 16
+
+
+def check_scaled(plan: CommonPart) -> None:
+    """Raise Unsupported or ShapeError for a call of e4m3 experts that kernels cannot run."""
+    if plan.scales is None:
+        return
+    if plan.nodes > 1:
+        raise Unsupported(
+            f"accelerator 'hopper' multiplies e4m3 operands of {plan.op} in worlds of one node; "
+            f"this one has {plan.nodes}"
+        )
+    shape = plan.shape
+    if isinstance(shape, MoeShape) and shape.activation is not None and shape.features % GATED_STEP:
+        legal = f"a multiple of {GATED_STEP}, with scales by blocks and an activation"
+        raise ShapeError("features", shape.features, legal)
+
+
 def check_size(plan: CommonPart) -> None:
     """Raise TooLarge if kernels could not number the rows, places or experts of a dispatch."""
     shape, world = plan.shape, plan.world_size
@@ -95,7 +127,7 @@ def check_size(plan: CommonPart) -> None:
         return
     places, experts = world * shape.tokens * shape.top_k, shape.experts // world
     words = 3 * places + 6 * (places // TILE_ROWS + 3 * experts + 1) + 8
-    nbytes = world * shape.tokens * shape.hidden * DTYPE_BYTES[plan.dtype]
+    nbytes = world * shape.tokens * row_bytes(shape.hidden, scaled=plan.scales is not None)
     for what, count, most in (
         ("bytes of all ranks' tokens", nbytes, MOST_ROW_BYTES - 1),
         ("words of routing", words, MOST_WORDS),
@@ -116,21 +148,24 @@ class _Product:
         assert isinstance(shape, MoeShape | GemmCombineShape)
         self._rows = shape.tokens * shape.top_k
         experts = min(shape.experts / plan.world_size, self._rows)
-        self._row_bytes = shape.hidden * element
+        self._row_bytes = row_bytes(shape.hidden, scaled=plan.scales is not None)
+        self._times = machine().experts.e4m3_times if plan.scales is not None else 1.0
         columns = shape.columns if isinstance(shape, MoeShape) else shape.features
         weights = experts * shape.hidden * columns * element
         self._work = 2.0 * self._rows * shape.hidden * columns
         self.weights_us = self._memory_us(weights)
 
     def us(self, tflops: float) -> float:
-        """Return the time at that rate, if rows are read as they are multiplied."""
-        return max(self.weights_us, self._work / (tflops * 1e6))
+        """Return the time at that rate, which is one of 16-bit operands, if rows are read as they are
+        multiplied."""
+        return max(self.weights_us, self._work / (self._times * tflops * 1e6))
 
     def permuted_us(self) -> float:
         """Return the time if rows are copied into order first, beside the product."""
         how = machine().experts
         copied = self.weights_us + self._memory_us(2.0 * self._rows * self._row_bytes)
-        return how.permute_us + max(copied, self._work / (how.permuted_tflops * 1e6))
+        product = self._work / (self._times * how.permuted_tflops * 1e6)
+        return how.permute_us + max(copied, product)
 
     def _memory_us(self, nbytes: float) -> float:
         return nbytes / (machine().experts.memory_gbs * 1e3)
@@ -227,6 +262,8 @@ def early_tiles(
     if plan.nodes > 1 and prediction is not None:
         travelling_us = prediction.comm_us
     rate = processors * machine().constants.bfloat16_tflops_per_core * 1e6  # flop a microsecond
+    if plan.scales is not None:
+        rate *= machine().experts.e4m3_times
     weights = shape.hidden * shape.columns  # of one expert
     height = min(rows // early_rows(plan) * early_rows(plan), TILE_ROWS)
     read_us = weights * DTYPE_BYTES[plan.dtype] / (machine().experts.memory_gbs * 1e3)

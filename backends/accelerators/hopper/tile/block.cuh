@@ -57,6 +57,7 @@ struct Config {
     static constexpr int kSlices = kTileN / kSliceN;
     static constexpr int kAccumulators = kTileN / 2;  // floats a thread
     static constexpr bool kPromotes = false;
+    static constexpr int kStageScales = 0;  // that come with each stage
 };
 // Shared memory goes to stages, which hide the latency of loads, or to slices, which let a finished
 // tile leave while the next is multiplied.
@@ -76,13 +77,21 @@ struct PromotedCarry : Config<128, 2, 4, 4> {
     static constexpr bool kPromotes = true;
 };
 
+// The sizes for e4m3 experts (kernels/moe/grouped.cuh). With each stage, which is one block of K, come the
+// scales of its rows, then that of each half of its columns.
+struct ScaledExperts : Config<128, 2, 3> {  // 5 stages
+    static constexpr bool kPromotes = true;
+    static constexpr int kStageScales = kTileM + 2;
+};
+
 template <class C>
 struct Shared {
     alignas(1024) unsigned char stages[C::kStages][C::kStageBytes];
     alignas(1024) unsigned char slices[C::kSliceSlots][C::kSliceBytes];
     alignas(1024) unsigned char pieces[C::kPieceBuffers * kPieceBytes + 16];  // never of no size
-    alignas(16) float scales[C::kTileN];          // of a tile's columns, of e4m3 operands
-    ptx::Mbarrier full[C::kStages];               // a stage's bytes are there
+    alignas(16) float scales[C::kTileN];                   // of a tile's columns, of e4m3 operands
+    float stage_scales[C::kStages * C::kStageScales + 1];  // never of no size
+    ptx::Mbarrier full[C::kStages];                        // a stage's bytes are there
     ptx::Mbarrier empty[C::kStages];              // all multipliers of the cluster are done with it
     ptx::Mbarrier written[C::kSliceSlots];        // a slice is there
     ptx::Mbarrier drained[C::kSliceSlots];        // the stores have read a slice
@@ -96,7 +105,8 @@ static_assert(sizeof(Shared<Wide>) <= kSharedBytes && sizeof(Shared<Deep>) <= kS
               sizeof(Shared<Narrow>) <= kSharedBytes && sizeof(Shared<WideCarry>) <= kSharedBytes &&
               sizeof(Shared<NarrowCarry>) <= kSharedBytes &&
               sizeof(Shared<Promoted>) <= kSharedBytes &&
-              sizeof(Shared<PromotedCarry>) <= kSharedBytes);
+              sizeof(Shared<PromotedCarry>) <= kSharedBytes &&
+              sizeof(Shared<ScaledExperts>) <= kSharedBytes);
 
 // A place in a ring of kSlots; `parity` is that of the phase to wait for.
 template <int kSlots>

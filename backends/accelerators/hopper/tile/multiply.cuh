@@ -8,6 +8,7 @@
 #include "backends/accelerators/hopper/ptx/vector.cuh"
 #include "backends/accelerators/hopper/ptx/wgmma.cuh"
 #include "backends/accelerators/hopper/tile/block.cuh"
+#include "backends/accelerators/hopper/tile/e4m3.cuh"
 #include "backends/accelerators/hopper/tile/operand_scales.cuh"
 
 namespace mkernel::hopper {
@@ -71,6 +72,12 @@ class Multiplier {
             multiply(steps);
         }
         scale(of_rows(), rows, scales.of_columns, scales.single);
+    }
+
+    // Multiplies a tile of e4m3 operands whose scales come with its stages.
+    __device__ __forceinline__ void multiply_blocks(int steps) {
+        static_assert(C::kStageScales > 0);
+        multiply_promoted(steps);
     }
 
     // The first row of the tile that this warpgroup holds.
@@ -142,6 +149,52 @@ class Multiplier {
         }
     }
 
+    // Moves the tile's left half to `kept`, and back beside another one, which becomes the right half.
+    __device__ __forceinline__ void keep(float (&kept)[C::kAccumulators / 2]) const {
+#pragma unroll
+        for (int i = 0; i < C::kAccumulators / 2; ++i) kept[i] = sum_[i];
+    }
+    __device__ __forceinline__ void join(const float (&kept)[C::kAccumulators / 2]) {
+#pragma unroll
+        for (int i = 0; i < C::kAccumulators / 2; ++i) {
+            sum_[i + C::kAccumulators / 2] = sum_[i];
+            sum_[i] = kept[i];
+        }
+    }
+
+    // Quantises each row of the tile to e4m3, by its largest element, and passes the tile to the storer as one
+    // slice of 128 columns. `of_row(row)` is where the scale of a row goes, for the first `rows` rows.
+    template <class OfRow>
+    __device__ __forceinline__ void write_quantised(int rows, OfRow&& of_row) {
+        static_assert(C::kTileN == kRowBytes);
+        const int first = row_ - lane_ % 16 + lane_ / 4;
+        shared_.drained[slice_.slot].wait(slice_.parity ^ 1);
+        unsigned char* const slice = shared_.slices[slice_.slot];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first + half * 8;
+            unsigned most = 0;
+#pragma unroll
+            for (int i = 2 * half; i < C::kAccumulators; i += 4) {
+                most = max(most, max(size_bits(sum_[i]), size_bits(sum_[i + 1])));
+            }
+            most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
+            most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
+            const float scale = e4m3_scale(most);
+            if (lane_ % 4 == 0 && row < rows) *of_row(row) = scale;
+#pragma unroll
+            for (int block = 0; block < C::kTileN / 8; ++block) {
+                const float* const sum = &sum_[4 * block + 2 * half];
+                unsigned char* const to = slice + row * kRowBytes + ((block / 2) ^ (row % 8)) * 16 +
+                                          block % 2 * 8 + lane_ % 4 * 2;
+                *reinterpret_cast<std::uint16_t*>(to) = quantise_two(sum[0], sum[1], scale);
+            }
+        }
+        ptx::fence_async_shared();
+        shared_.written[slice_.slot].arrive();
+        slice_.next();
+    }
+
     // Rounds the tile's first slices and passes them to the storer, one after another.
     template <int kCount = C::kSlices>
     __device__ __forceinline__ void write() {
@@ -205,12 +258,32 @@ class Multiplier {
                 b_place += 16 * kElementBytes >> 4;
             }
             ptx::wgmma_commit();
+            [[maybe_unused]] float factors[4];
+            if constexpr (C::kStageScales > 0) find_factors(factors);
             ptx::wgmma_wait<0>();
             release(stage_.slot);
             stage_.next();
 #pragma unroll
-            for (int i = 0; i < C::kAccumulators; ++i) sum_[i] += part[i];
+            for (int i = 0; i < C::kAccumulators; ++i) {
+                if constexpr (C::kStageScales > 0) {
+                    sum_[i] += part[i] * factors[i / (C::kAccumulators / 2) * 2 + i % 4 / 2];
+                } else {
+                    sum_[i] += part[i];
+                }
+            }
         }
+    }
+
+    // Finds the factors of this thread's two rows in the left half of the columns, then in the right one, of
+    // the stage that is there.
+    __device__ __forceinline__ void find_factors(float (&factors)[4]) const {
+        const float* const scales = &shared_.stage_scales[stage_.slot * C::kStageScales];
+        const int first = row_ - lane_ % 16 + lane_ / 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            factors[i] = scales[first + i % 2 * 8] * scales[kTileM + i / 2];
+        }
+        __syncwarp();  // one lane frees the stage for all
     }
 
     // Fetches the scales of a tile's columns while it is multiplied. `of_columns`: those of all `columns`

@@ -15,6 +15,7 @@ namespace mkernel::hopper {
 void bind_moe(py::module_& module) {
     using moe::GroupedProduct;
     using moe::Home;
+    using moe::QuantisedRows;
     using moe::ReportBlock;
     using moe::Routing;
     using moe::Sizes;
@@ -57,18 +58,28 @@ void bind_moe(py::module_& module) {
         .def(py::init([](const Sizes& sizes, Address x, Address ids, Address row_bytes,
                          Word blocks) { return WantedTokens{sizes, x, ids, row_bytes, blocks}; }),
              py::kw_only(), "sizes"_a, "x"_a, "ids"_a, "row_bytes"_a, "blocks"_a);
+    py::class_<QuantisedRows>(module, "QuantisedRows")
+        .def(py::init([](Address x, Address scales, Address out, Word rows, Word width,
+                         Word row_bytes, bool half) {
+                 return QuantisedRows{x, scales, out, rows, width, row_bytes, half};
+             }),
+             py::kw_only(), "x"_a, "scales"_a, "out"_a, "rows"_a, "width"_a, "row_bytes"_a,
+             "half"_a);
     py::class_<GroupedProduct>(module, "GroupedProduct")
         .def(py::init([](const Sizes& sizes, Address routing, Address a, Address permuted,
-                         Address b, Address out, Word rows, Word n, Word k, Word height, bool half,
-                         bool n_major, bool tokens, bool gated, bool wide, bool home, bool waits,
-                         bool ends, bool deep, Word blocks) {
-                 return GroupedProduct{sizes, routing, a,      permuted, b,       out,    rows,
-                                       n,     k,       height, half,     n_major, tokens, gated,
-                                       wide,  home,    waits,  ends,     deep,    blocks};
+                         Address b, Address out, Address a_scales, Address b_scales,
+                         Address out_scales, Address row_bytes, Word rows, Word n, Word k,
+                         Word height, bool half, bool n_major, bool tokens, bool gated, bool wide,
+                         bool home, bool waits, bool ends, bool deep, Word blocks) {
+                 return GroupedProduct{sizes,    routing,  a,          permuted,  b,      out,
+                                       a_scales, b_scales, out_scales, row_bytes, rows,   n,
+                                       k,        height,   half,       n_major,   tokens, gated,
+                                       wide,     home,     waits,      ends,      deep,   blocks};
              }),
-             py::kw_only(), "sizes"_a, "routing"_a, "a"_a, "permuted"_a, "b"_a, "out"_a, "rows"_a,
-             "n"_a, "k"_a, "height"_a, "half"_a, "n_major"_a, "tokens"_a, "gated"_a, "wide"_a,
-             "home"_a, "waits"_a, "ends"_a, "deep"_a, "blocks"_a);
+             py::kw_only(), "sizes"_a, "routing"_a, "a"_a, "permuted"_a, "b"_a, "out"_a,
+             "a_scales"_a, "b_scales"_a, "out_scales"_a, "row_bytes"_a, "rows"_a, "n"_a, "k"_a,
+             "height"_a, "half"_a, "n_major"_a, "tokens"_a, "gated"_a, "wide"_a, "home"_a,
+             "waits"_a, "ends"_a, "deep"_a, "blocks"_a);
     py::class_<Home>(module, "Home")
         .def(py::init([](const Sizes& sizes, Address routing, Address y, Address weights,
                          Address out, Word width, bool half, bool wide, bool by_rank, bool waits,
@@ -107,6 +118,13 @@ void bind_moe(py::module_& module) {
             moe::push_wanted(world, tokens, stream);
         },
         "device"_a, "world"_a, "tokens"_a, "stream"_a, released);
+    module.def(
+        "quantise_rows",
+        [](int device, const QuantisedRows& rows, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            moe::quantise_rows(rows, stream);
+        },
+        "device"_a, "rows"_a, "stream"_a, released);
     module.def(
         "moe_grouped",
         [](int device, const DeviceWorld& world, const GroupedProduct& product,

@@ -19,8 +19,10 @@ namespace mkernel::hopper::moe {
 namespace {
 
 constexpr std::uint64_t kAlignment = 256;
-constexpr std::uint32_t kStageRows = 64;   // of a K-step
-constexpr std::uint32_t kShareRows = 128;  // columns of the weight in one box
+constexpr std::uint32_t kStageRows = 64;        // of a K-step
+constexpr std::uint32_t kShareRows = 128;       // columns of the weight in one box
+constexpr std::uint32_t kScaledShareRows = 64;  // the same of e4m3 ones (ScaledExperts)
+constexpr std::int32_t kScaledBlock = 128;      // elements of a row that have one scale
 
 std::uint64_t aligned(std::uint64_t nbytes) {
     return (nbytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -146,6 +148,19 @@ void push_wanted(const DeviceWorld& world, const WantedTokens& tokens, std::uint
     push_wanted(args, static_cast<std::uint32_t>(tokens.blocks), cuda::stream_at(stream));
 }
 
+void quantise_rows(const QuantisedRows& rows, std::uint64_t stream) {
+    const QuantiseArgs args{
+        .x = reinterpret_cast<const char*>(rows.x),
+        .scales = reinterpret_cast<const float*>(rows.scales),
+        .out = reinterpret_cast<char*>(rows.out),
+        .rows = rows.rows,
+        .width = rows.width,
+        .row_bytes = rows.row_bytes,
+        .half = rows.half,
+    };
+    quantise_rows(args, cuda::stream_at(stream));
+}
+
 void load() {
     load_far_slots();
     load_routing();
@@ -159,29 +174,46 @@ void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint6
     const auto n = static_cast<std::uint64_t>(product.n);
     const auto k = static_cast<std::uint64_t>(product.k);
     const std::uint64_t columns = product.gated ? 2 * n : n;
+    const bool scaled = product.b_scales != 0;
+    const bool quantised = product.out_scales != 0;
+    const ElementType narrow = product.half ? ElementType::float16 : ElementType::bfloat16;
+    const ElementType in = scaled ? ElementType::e4m3 : narrow;
+    const std::uint32_t share = scaled ? kScaledShareRows : kShareRows;
     args.b = tensor_map({.address = product.b,
                          .width = product.n_major ? columns : k,
                          .height = product.n_major ? k : columns,
                          .depth = static_cast<std::uint64_t>(product.sizes.experts)},
-                        product.n_major ? kStageRows : kShareRows, product.half);
+                        product.n_major ? kStageRows : share, in);
     const bool gathers = product.tokens && product.permuted == 0;
     // Without rows there are no tiles, and nothing reads or writes by these maps.
-    const auto rows_at = [&](std::uint64_t address, std::uint64_t width, std::uint64_t depth) {
+    const auto rows_at = [&](std::uint64_t address, std::uint64_t width, std::uint64_t depth,
+                             std::uint64_t pitch, ElementType type) {
         const bool any = product.rows > 0;
         return tensor_map({.address = any ? address : product.b,
                            .width = width,
                            .height = any ? static_cast<std::uint64_t>(product.rows) : 1,
-                           .depth = depth},
-                          kBoxRows, product.half);
+                           .depth = depth,
+                           .pitch = pitch},
+                          kBoxRows, type);
     };
-    if (!gathers) args.rows = rows_at(product.tokens ? product.permuted : product.a, k, 0);
-    if (!product.home && !product.wide) args.results = rows_at(product.out, n, 1);
+    const std::uint64_t rows = product.tokens ? product.permuted : product.a;
+    if (!gathers) args.rows = rows_at(rows, k, 0, product.row_bytes / bytes_of(in), in);
+    if (!product.home && !product.wide) {
+        args.results = rows_at(product.out, n, 1, 0, quantised ? ElementType::e4m3 : narrow);
+    }
     args.workspace = workspace_of(world);
     args.limits = limits_of(world);
     args.tables = tables_of(product.sizes, product.routing);
     args.a = reinterpret_cast<const char*>(product.a);
     args.permuted = reinterpret_cast<char*>(product.permuted);
     args.out = reinterpret_cast<char*>(product.out);
+    args.row_bytes = static_cast<std::int64_t>(product.row_bytes);
+    args.row_scales =
+        reinterpret_cast<const float*>(product.a_scales == 0 ? rows + k : product.a_scales);
+    args.scales_a_row = product.a_scales == 0 ? args.row_bytes / std::int64_t{sizeof(float)}
+                                              : product.k / kScaledBlock;
+    args.b_scales = reinterpret_cast<const float*>(product.b_scales);
+    args.out_scales = reinterpret_cast<float*>(product.out_scales);
     args.n = product.n;
     args.k = product.k;
     args.height = product.height;
@@ -195,8 +227,12 @@ void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint6
         .gated = product.gated,
         .wide = product.wide,
         .deep = product.deep,
+        .quantised = quantised,
     };
-    const auto launch = product.half ? &launch_grouped<__half> : &launch_grouped<__nv_bfloat16>;
+    const bool half = product.half && !(scaled && (product.wide || quantised));
+    const auto launch =
+        scaled ? (half ? &launch_grouped_e4m3<__half> : &launch_grouped_e4m3<__nv_bfloat16>)
+               : (half ? &launch_grouped<__half> : &launch_grouped<__nv_bfloat16>);
     cuda::check(launch(args, variant, product.blocks, cuda::stream_at(stream)),
                 "launching the grouped product");
 }

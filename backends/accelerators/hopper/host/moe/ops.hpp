@@ -17,6 +17,7 @@
 #include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
 #include "backends/accelerators/hopper/kernels/moe/home.hpp"
 #include "backends/accelerators/hopper/kernels/moe/push_wanted.hpp"
+#include "backends/accelerators/hopper/kernels/moe/quantise_rows.hpp"
 #include "backends/accelerators/hopper/kernels/moe/routing.hpp"
 
 namespace mkernel::hopper::moe {
@@ -85,14 +86,24 @@ struct WantedTokens {
 };
 void push_wanted(const DeviceWorld& world, const WantedTokens& tokens, std::uint64_t stream);
 
+// Rows of e4m3 experts as in QuantiseArgs.
+struct QuantisedRows {
+    std::uint64_t x, scales, out;
+    std::int32_t rows, width, row_bytes;
+    bool half;
+};
+void quantise_rows(const QuantisedRows& rows, std::uint64_t stream);
+
 // The product rows @ weights. `a`: own tokens where `tokens`, else rows; `permuted`: where tokens are put in
 // the order of rows first; 0: they are gathered. `rows`: the number that `out` has, and `a` where it has
 // rows. `gated`: weights have 2n columns. `home`: results go to the places of their rows, not to `out`.
 // `wide`: they are float32. `waits`: the product waits for other ranks, and sends to them. `ends`: see
-// GroupedArgs. `deep`: see GroupedVariant.
+// GroupedArgs. `deep`: see GroupedVariant. `row_bytes`: from a row of `a` to the next one, and of `permuted`.
+// `b_scales`: as in GroupedArgs; 0: operands have 16 bits. `a_scales`: of e4m3 rows [rows, k / 128]; 0: they lie
+// behind the rows. `out_scales`: as in GroupedArgs; 0: results are not quantised.
 struct GroupedProduct {
     Sizes sizes;
-    std::uint64_t routing, a, permuted, b, out;
+    std::uint64_t routing, a, permuted, b, out, a_scales, b_scales, out_scales, row_bytes;
     std::int32_t rows, n, k, height;
     bool half, n_major, tokens, gated, wide, home, waits, ends, deep;
     std::int32_t blocks;

@@ -8,7 +8,7 @@
 
 namespace mkernel::hopper::moe {
 
-template <class C>
+template <class C, class In>
 class RowGatherer {
   public:
     // `thread`: of kRowWarps * 32. `starts`: shared memory of kTileM words.
@@ -30,14 +30,15 @@ class RowGatherer {
         }
         __syncwarp();
         const int mine = (rows - thread_ / kChunks + kStep - 1) / kStep;  // may be negative
-        const int steps = (args_.k + kTileK - 1) / kTileK;
+        const int steps = (args_.k + kStepK<In> - 1) / kStepK<In>;
         const char* const there = args_.workspace.data(args_.workspace.rank);
         for (int step = 0; step < steps; ++step, cursor_.next()) {
             shared_.empty[cursor_.slot].wait(cursor_.parity ^ 1);
-            const int column = step * kTileK + thread_ % kChunks * 8;
+            const int byte = (step * kChunks + thread_ % kChunks) * 16;
+            const bool is_there = byte < args_.k * static_cast<int>(sizeof(In));
             // Zeros come from the row's first bytes, of which none are read.
-            const std::uint32_t nbytes = column < args_.k ? 16 : 0;
-            const std::int64_t at = column < args_.k ? column * kElementBytes : 0;
+            const std::uint32_t nbytes = is_there ? 16 : 0;
+            const std::int64_t at = is_there ? byte : 0;
             std::uint32_t to = ptx::shared_address(shared_.stages[cursor_.slot]) +
                                thread_ / kChunks * 128 +
                                ((thread_ % kChunks) ^ (thread_ / kChunks % 8)) * 16;
@@ -46,7 +47,15 @@ class RowGatherer {
                 if (i >= mine) continue;
                 const std::uint32_t start = starts_[thread_ / kChunks + i * kStep];
                 const char* const base = (start & 1) != 0 ? args_.a : there;
-                ptx::copy_16(to, base + at + std::uint64_t{start / 2} * 16, nbytes);
+                const char* const from = base + std::uint64_t{start / 2} * 16;
+                ptx::copy_16(to, from + at, nbytes);
+                if constexpr (C::kStageScales > 0) {
+                    if (i % kChunks == thread_ % kChunks) {  // one of those that copy the row
+                        ptx::copy_4(&shared_.stage_scales[cursor_.slot * C::kStageScales +
+                                                          thread_ / kChunks + i * kStep],
+                                    from + args_.k + step * sizeof(float));
+                    }
+                }
             }
             ptx::close_copies();
             if (open_ < kOpen) {
@@ -74,7 +83,7 @@ class RowGatherer {
 
     __device__ std::uint32_t start_of(int row) const {
         const TokenPlace place = token_place(args_, row);
-        const std::uint32_t each = static_cast<std::uint32_t>(args_.k) / 8;
+        const auto each = static_cast<std::uint32_t>(args_.row_bytes / 16);
         return static_cast<std::uint32_t>(place.number) * each * 2 + (place.own ? 1 : 0);
     }
 

@@ -10,6 +10,9 @@
 //   weights ──loader, 3-D boxes──▶ stages
 //   stages ──multipliers──▶ slices ──storer's warp, boxes, the last few rows one by one──▶ `out`; or, with
 //        `home`, row by row ──▶ the place of that row in its rank's workspace: [tokens, top_k, N] there
+// e4m3 operands have scales by blocks of 128: those of rows lie behind each row, or by themselves, those of
+// weights by expert. Each comes with its stage, and what a stage gives is scaled as it is added. Quantised, results
+// leave as e4m3, one block of columns at a time, with scales.
 // Gated, weights are [K, 2N]: a tile has the gate's and the up columns of the same results, each half
 // its width, and what leaves is silu(gate) * up.
 // A tile has up to 256 rows of one expert. With more than 128 each block of the cluster has half of them
@@ -34,13 +37,19 @@ inline constexpr int kBoxRows = 32;  // of A, and of results
 struct GroupedArgs {
     CUtensorMap b;        // [experts, K, N], or [experts, N, K]; gated, of 2N
     CUtensorMap rows;     // not gathered: [rows, K]
-    CUtensorMap results;  // `out`, of 16-bit elements: [1, rows, N]
+    CUtensorMap results;  // `out`, where it is not wide: [1, rows, N]
     Workspace workspace;
     transport::WaitLimits limits;
     Tables tables;
-    const char* a;   // own tokens [tokens, K]; of rows that are ready, none
-    char* permuted;  // [rows, K], which is what `rows` describes; null: rows are ready, or gathered
-    char* out;       // [rows, N]; unused with `home`
+    const char* a;  // own tokens [tokens, row_bytes]; of rows that are ready, none
+    char*
+        permuted;  // [rows, row_bytes], which is what `rows` describes; null: rows are ready, or gathered
+    char* out;                  // [rows, N]; unused with `home`
+    std::int64_t row_bytes;     // from a token to the next one, a multiple of 16
+    const float* row_scales;    // of e4m3 rows that are not gathered, of the first row
+    std::int64_t scales_a_row;  // from those of a row to those of the next one
+    const float* b_scales;      // [experts, columns / 128, K / 128], rounded up
+    float* out_scales;          // of quantised results: [rows, N / 128]
     std::int32_t n, k;
     std::int32_t height;  // rows of `out` that have no place are zeroed, up to here; 0: none are
     bool waits;           // for tokens of other ranks
@@ -50,9 +59,10 @@ struct GroupedArgs {
 };
 
 // `wide`: results are float32; the product is neither gathered nor gated. `deep`: stages rather than slices
-// (tile/block.cuh); always set where rows are gathered.
+// (tile/block.cuh); always set where rows are gathered. `quantised`: results are e4m3; the others of e4m3
+// operands, which have one tiling, and weights that are not N-major, are as of 16-bit ones.
 struct GroupedVariant {
-    bool n_major_b, gathers, gated, wide, deep;
+    bool n_major_b, gathers, gated, wide, deep, quantised;
 };
 
 // Launches on `blocks` blocks, an even number. Element: __nv_bfloat16 or __half.
@@ -60,7 +70,12 @@ template <class Element>
 cudaError_t launch_grouped(const GroupedArgs& args, GroupedVariant variant, int blocks,
                            cudaStream_t stream);
 
-// Loads all variants to the current device (host/moe/ops.hpp: load).
+// The same of e4m3 operands. Results that are float32 or quantised are __nv_bfloat16's.
+template <class Element>
+cudaError_t launch_grouped_e4m3(const GroupedArgs& args, GroupedVariant variant, int blocks,
+                                cudaStream_t stream);
+
+// Loads all variants of 16-bit operands to the current device (host/moe/ops.hpp: load).
 template <class Element>
 void load_grouped();
 

@@ -12,7 +12,9 @@
 namespace mkernel::hopper::moe {
 
 static_assert(Deep::kCluster * kTileM == kTileRows && Wide::kCluster * kTileM == kTileRows);
+static_assert(ScaledExperts::kCluster * kTileM == kTileRows);
 static_assert(sizeof(Shared<Deep>) + kTileM * sizeof(std::uint32_t) <= kSharedBytes);
+static_assert(sizeof(Shared<ScaledExperts>) + kTileM * sizeof(std::uint32_t) <= kSharedBytes);
 
 struct SiluAndMul {
     __device__ float operator()(float gate, float up) const {
@@ -20,43 +22,58 @@ struct SiluAndMul {
     }
 };
 
-template <class C, class Element, bool kNMajorB, bool kGathers, bool kGated, bool kWide>
+template <class C, class Element, bool kNMajorB, bool kGathers, bool kGated, bool kWide,
+          class In = Element, bool kQuantised = false>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     grouped(const __grid_constant__ GroupedArgs args) {
-    static_assert(!kWide || (!kGathers && !kGated));
-    constexpr int kWidth = kGated ? C::kTileN / 2 : C::kTileN;
+    static_assert(!kWide || (!kGathers && !kGated && !kQuantised));
+    static_assert(!kQuantised || C::kTileN == kScaledBlock);
+    constexpr bool kScaled = C::kStageScales > 0;
+    // Gated results that are quantised take two tiles a block of them.
+    constexpr int kPasses = kGated && kQuantised ? 2 : 1;
+    constexpr int kPassWidth = kGated ? C::kTileN / 2 : C::kTileN;
+    constexpr int kWidth = kPasses * kPassWidth;
+    constexpr int kOutBytes = kQuantised ? 1 : kElementBytes;
     __shared__ std::uint32_t starts[kGathers ? kTileM : 1];
     Shared<C>& shared = shared_memory<C>();
-    open_block(shared, kGathers ? 1 + kRowWarps : 1);
+    open_block(shared, 1 + (kGathers ? kRowWarps : 0) + (kScaled ? kWarp : 0));
     const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
     const std::uint64_t epoch = args.workspace.world > 1 ? args.workspace.control().state.epoch : 0;
     const int warp = static_cast<int>(threadIdx.x) / 32;
     if (warp < kWarpgroup / 32) {
         ptx::fewer_registers<88>();
         if (warp == 0) {
-            if (ptx::elect_one()) {
+            const bool leads = ptx::elect_one();
+            if (kScaled || leads) {
                 Cursor<C::kStages> cursor;
                 int known = -1;  // tiles up to it are there
-                for_each_part(args, kWidth, [&](const Part& part) {
+                for_each_part(args, kWidth, [&](Part part) {
                     if (!kGathers && args.permuted != nullptr && part.number > known) {
-                        wait_for_tile(args, waiter, epoch, part.number, part.tile);
+                        if (leads) wait_for_tile(args, waiter, epoch, part.number, part.tile);
+                        if constexpr (kScaled) __syncwarp();
                         known = part.number;
                     }
-                    load_part<C, kNMajorB, !kGathers, kGated>(shared, cursor, args, part);
+                    for (int pass = 0; pass < kPasses; ++pass, part.column += kPassWidth) {
+                        load_part<C, In, kNMajorB, !kGathers, kGated>(shared, cursor, args, part,
+                                                                      leads);
+                    }
                 });
             }
         } else if (warp == 1) {
             if constexpr (!kWide) {
-                RowStorer<C> storer(shared, args);
-                for_each_part(args, kWidth,
-                              [&](const Part& part) { storer.part(part, kWidth / kSliceN); });
-                if (args.height > 0) zero_rest(args);
+                RowStorer<C, kOutBytes> storer(shared, args);
+                for_each_part(args, kWidth, [&](const Part& part) {
+                    storer.part(part, kWidth * kOutBytes / (kSliceN * kElementBytes));
+                });
+                if (args.height > 0) zero_rest<kOutBytes>(args);
                 storer.finish();
             }
         } else if constexpr (kGathers) {
-            RowGatherer<C> gatherer(shared, args, starts, static_cast<int>(threadIdx.x) - 64);
+            RowGatherer<C, In> gatherer(shared, args, starts, static_cast<int>(threadIdx.x) - 64);
             for_each_part(args, kWidth, [&](const Part& part) {
-                gatherer.tile(waiter, epoch, part.first, part.rows);
+                for (int pass = 0; pass < kPasses; ++pass) {
+                    gatherer.tile(waiter, epoch, part.first, part.rows);
+                }
             });
             gatherer.finish();
         } else if (args.permuted != nullptr) {
@@ -64,15 +81,35 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         }
     } else {
         ptx::more_registers<208>();
-        Multiplier<C, Element, kNMajorB> multiplier(shared);
-        const int steps = (args.k + kTileK - 1) / kTileK;
+        Multiplier<C, Element, kNMajorB, In> multiplier(shared);
+        const int steps = (args.k + kStepK<In> - 1) / kStepK<In>;
         for_each_part(args, kWidth, [&](const Part& part) {
-            if (multiplier.first_row() < part.rows) {
-                multiplier.multiply(steps);
-            } else {
-                multiplier.skip(steps);
-            }
-            if constexpr (kWide) {
+            const auto multiply = [&]() __attribute__((always_inline)) {
+                if (multiplier.first_row() >= part.rows) {
+                    multiplier.skip(steps);
+                } else if constexpr (kScaled) {
+                    multiplier.multiply_blocks(steps);
+                } else {
+                    multiplier.multiply(steps);
+                }
+            };
+            multiply();
+            if constexpr (kQuantised) {
+                if constexpr (kGated) {
+                    float left[C::kAccumulators / 2];
+                    multiplier.fold(SiluAndMul{});
+                    multiplier.keep(left);
+                    multiply();
+                    multiplier.fold(SiluAndMul{});
+                    multiplier.join(left);
+                }
+                const int rows = part.column < args.n ? part.rows : 0;
+                multiplier.write_quantised(rows, [&](int row) {
+                    return args.out_scales +
+                           std::int64_t{part.first + row} * (args.n / kScaledBlock) +
+                           part.column / kScaledBlock;
+                });
+            } else if constexpr (kWide) {
                 multiplier.write_floats(part.rows, args.n - part.column, [&](int row) {
                     char* const to = result_of(args, part.first + row, sizeof(float));
                     return reinterpret_cast<float*>(to) + part.column;
@@ -113,6 +150,30 @@ cudaError_t launch_grouped(const GroupedArgs& args, GroupedVariant variant, int 
     if (variant.wide) return start.template operator()<Deep, false, false, true>();
     if (variant.deep) return with.template operator()<Deep, false>();
     return with.template operator()<Wide, false>();
+}
+
+template <class Element>
+cudaError_t launch_grouped_e4m3(const GroupedArgs& args, GroupedVariant variant, int blocks,
+                                cudaStream_t stream) {
+    using C = ScaledExperts;
+    const auto start = [&]<bool kGathers, bool kGated, bool kWide, bool kQuantised>() {
+        return launch_blocks<C>(
+            grouped<C, Element, false, kGathers, kGated, kWide, __nv_fp8_e4m3, kQuantised>, args,
+            1 << 20, blocks, stream);
+    };
+    const auto with = [&]<bool kGathers, bool kQuantised>() {
+        return variant.gated ? start.template operator()<kGathers, true, false, kQuantised>()
+                             : start.template operator()<kGathers, false, false, kQuantised>();
+    };
+    if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+        if (variant.wide) return start.template operator()<false, false, true, false>();
+        if (variant.quantised) {
+            return variant.gathers ? with.template operator()<true, true>()
+                                   : with.template operator()<false, true>();
+        }
+    }
+    return variant.gathers ? with.template operator()<true, false>()
+                           : with.template operator()<false, false>();
 }
 
 template <class C, class Element, bool kGathers, bool kGated, bool kWide>

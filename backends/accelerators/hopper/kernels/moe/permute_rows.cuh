@@ -41,7 +41,7 @@ class RowPermuter {
     static constexpr int kAhead = 2;  // loads of a row under way
 
     __device__ void copy(int first, int rows) const {
-        const std::int64_t row_bytes = std::int64_t{args_.k} * kElementBytes;
+        const std::int64_t row_bytes = args_.row_bytes;
         char* const to = args_.permuted + first * row_bytes;
         const char* from[kGroupRows];
 #pragma unroll

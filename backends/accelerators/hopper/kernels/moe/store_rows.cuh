@@ -17,8 +17,8 @@ __device__ inline char* result_of(const GroupedArgs& args, int row, int element_
     return args.workspace.data(rank) + place % own * row_bytes;
 }
 
-// The storer of slices of 16-bit elements.
-template <class C>
+// The storer of slices, of elements of so many bytes.
+template <class C, int kBytes>
 class RowStorer {
   public:
     __device__ RowStorer(Shared<C>& shared, const GroupedArgs& args)
@@ -30,14 +30,14 @@ class RowStorer {
         for (int number = 0; number < slices; ++number, cursor_.next()) {
             shared_.written[cursor_.slot].wait(cursor_.parity);
             const unsigned char* slice = shared_.slices[cursor_.slot];
-            const int column = part.column + number * kSliceN;
+            const int column = part.column + number * kColumns;
             if (lane_ == 0) {
                 for (int row = 0; row < boxed; row += kBoxRows) {
                     ptx::store_box(&args_.results, slice + row * 128, column, part.first + row, 0);
                 }
                 ptx::close_group();
             }
-            store_rows(part, slice, column + lane_ % 8 * 8, boxed);
+            store_rows(part, slice, column + lane_ % 8 * (16 / kBytes), boxed);
             __syncwarp();
             if (lane_ == 0) drain(number > 0);
             before_ = cursor_.slot;
@@ -59,6 +59,8 @@ class RowStorer {
     }
 
   private:
+    static constexpr int kColumns = kSliceN * kElementBytes / kBytes;  // of a slice
+
     __device__ void store_rows(const Part& part, const unsigned char* slice, int column,
                                int first) const {
         if (column >= args_.n) return;
@@ -67,8 +69,7 @@ class RowStorer {
         for (int row = first + lane_ / 8; row < part.rows; row += 4) {
             const uint4 found =
                 *reinterpret_cast<const uint4*>(slice + row * 128 + (chunk ^ (row % 8)) * 16);
-            ptx::store_16(
-                result_of(args_, part.first + row, kElementBytes) + column * kElementBytes, found);
+            ptx::store_16(result_of(args_, part.first + row, kBytes) + column * kBytes, found);
         }
     }
 
@@ -86,15 +87,21 @@ class RowStorer {
     Cursor<C::kSliceSlots> cursor_;
 };
 
-// Writes zeros into rows of `out` that have no place. Called by one warp of each block.
+// Writes zeros into rows of `out`, of elements of so many bytes, that have no place, and scales of 1. Called by one
+// warp of each block.
+template <int kBytes>
 __device__ inline void zero_rest(const GroupedArgs& args) {
-    const std::int64_t row_bytes = std::int64_t{args.n} * kElementBytes;
+    const std::int64_t row_bytes = std::int64_t{args.n} * kBytes;
     const std::int64_t end = args.height * row_bytes;
     const std::int64_t step = std::int64_t{gridDim.x} * 512;
     for (std::int64_t at =
              args.tables.rows() * row_bytes + blockIdx.x * 512 + threadIdx.x % 32 * 16;
          at < end; at += step) {
         *reinterpret_cast<uint4*>(args.out + at) = {};
+        // A block has 128 bytes, of which one thread has the first ones.
+        if constexpr (kBytes == 1) {
+            if (at % kScaledBlock == 0) args.out_scales[at / kScaledBlock] = 1;
+        }
     }
 }
 

@@ -22,7 +22,7 @@ __device__ inline TokenPlace token_place(const GroupedArgs& args, int row) {
 __device__ inline const char* token_row(const GroupedArgs& args, int row) {
     const TokenPlace place = token_place(args, row);
     const char* const base = place.own ? args.a : args.workspace.data(args.workspace.rank);
-    return base + std::int64_t{place.number} * args.k * kElementBytes;
+    return base + place.number * args.row_bytes;
 }
 
 // Waits until the tokens of other ranks that `rows` rows of one expert, at least one, from `first` on need
