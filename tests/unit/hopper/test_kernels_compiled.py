@@ -19,6 +19,7 @@ SPILLED_BYTES = {
     "gemm/all_gather_gemm_bf16": 0,
     "gemm/gemm_reduce_bf16": 8,
     "moe/grouped_bf16": 8,
+    "moe/grouped_e4m3_bf16": 0,
     "moe/push_wanted": 0,
     "gemm/few_rows_bf16": 48,
     "gemm/few_rows_e4m3_bf16": 48,
