@@ -14,10 +14,14 @@ from mkernel.cases.base import NOWHERE, Outcome, Tensors, times
 from mkernel.cases.moe import HomeCase, RankIteration, Wanted, dispatched, gated, wide
 from mkernel.ops import moe_gemm_combine
 from mkernel.ops.common import Execution
+from mkernel.plan.model import DTYPE_BYTES
 
 OP = "moe_layer"
 _W, _W2, _W2_SCALE = 7, 8, 13  # after the tensors of the other cases
 _ROUNDINGS = 2  # of what comes between the products, and of out
+_OTHER_STEPS = 3e-3
+"""The error of what is quantised to another step because its sum of blocks was off by 1.9e-4. Of gated
+sums it is at most 2.1e-3, in the emulation of tests/unit/cases/test_fast_accumulation.py."""
 
 
 class MoeLayerCase(HomeCase):
@@ -27,8 +31,10 @@ class MoeLayerCase(HomeCase):
     What comes between the products is rounded once, and so is ``out``: two errors of the size of one
     rounding. What travels in 16 bits counts as in GEMM+combine, whose tolerance has room for it.
 
-    With scales, what comes between is quantised to e4m3, by the reference too: few float32 sums of an
-    op fall on the other side of a step. Weights are then as drawn, and their scales keep results small.
+    With scales, what comes between is quantised to e4m3, by the reference too: few sums of an op fall
+    on the other side of a step. Of float32 sums that does not show; but matrix units add the products
+    of a block with 14 bits, which 16-bit results allow for (``_OTHER_STEPS``). Weights are then as
+    drawn, and their scales keep results small.
     """
 
     op = OP
@@ -107,5 +113,7 @@ class MoeLayerCase(HomeCase):
 
     @property
     def tolerance(self) -> float:
-        """Allow so many roundings."""
-        return super().tolerance * math.sqrt(_ROUNDINGS)
+        """Allow so many roundings, and other steps."""
+        rounded = super().tolerance * math.sqrt(_ROUNDINGS)
+        narrow = self._scaled and DTYPE_BYTES[self.out_dtype] == 2
+        return math.hypot(rounded, _OTHER_STEPS) if narrow else rounded

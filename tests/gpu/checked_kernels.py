@@ -110,8 +110,9 @@ def _flash_attention(
 
 
 def experts() -> list[str]:
-    """The three MoE ops, sums of few and of many partial rows."""
-    return judged([Moe(72, 136, 72), Moe(72, 136, 72, experts=4, top_k=4, narrow=True)], 0)
+    """The three MoE ops, sums of few and of many partial rows; e4m3 too."""
+    many = Moe(72, 136, 72, experts=4, top_k=4, narrow=True)
+    return judged([Moe(72, 136, 72), many, Moe(72, 256, 128, scales=True, quantise=True)], 0)
 
 
 def experts_wanted() -> list[str]:

@@ -320,7 +320,7 @@ SCALED_BOUNDED = [
 SCALED_MANY = [
     Moe(2048 + 77, 256, 512, 2, 2, scales=True, quantise=True),
     Moe(1536, 128, 784, 1, 1, routing="one_expert", scales=True, dtype="float16"),
-    Moe(1024 + 13, 512, 192, 2, 2, scales=True, activation="silu_and_mul"),
+    Moe(1024 + 13, 512, 640, 2, 2, scales=True, activation="silu_and_mul"),
     Moe(1024 + 13, 512, 384, 2, 2, scales=True, activation="silu_and_mul", quantise=True),
 ]
 SCALED_EXPERTS = Family(

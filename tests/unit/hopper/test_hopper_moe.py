@@ -511,7 +511,7 @@ def test_rows_that_are_e4m3_already_are_multiplied_as_they_lie(
     assert product["row_bytes"] == rows["row_bytes"] == SCALED["features"] + 16
 
 
-def test_a_workspace_of_e4m3_tokens_is_half_as_large() -> None:
+def test_a_workspace_of_e4m3_tokens_is_half_as_large(started: Started) -> None:
     large = {"tokens": 4096, "hidden": 4096}
     accelerator = HopperAccelerator()
     wide, narrow = (
@@ -526,7 +526,7 @@ def test_a_workspace_of_e4m3_tokens_is_half_as_large() -> None:
 
 
 def test_e4m3_experts_are_refused_where_no_kernel_takes_them() -> None:
-    with pytest.raises(ShapeError, match=r"features = 144 .* multiple of 64"):
+    with pytest.raises(ShapeError, match=r"features = 144 .* multiple of 128"):
         planned_with_scales("moe_dispatch_gemm", features=144, activation="silu_and_mul")
     assert planned_with_scales("moe_dispatch_gemm", features=144).scales
     around = Around(scales=Scales(mode="block", quantises="bfloat16"))

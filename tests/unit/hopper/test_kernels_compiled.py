@@ -19,7 +19,7 @@ SPILLED_BYTES = {
     "gemm/all_gather_gemm_bf16": 0,
     "gemm/gemm_reduce_bf16": 8,
     "moe/grouped_bf16": 8,
-    "moe/grouped_e4m3_bf16": 0,
+    "moe/grouped_e4m3_bf16": 96,
     "moe/push_wanted": 0,
     "gemm/few_rows_bf16": 48,
     "gemm/few_rows_e4m3_bf16": 48,
@@ -29,7 +29,8 @@ SPILLED_BYTES = {
     "attention/ring_attention": 20,
 }
 """At most. Of few rows the one kernel that spills is that of 256; sums of e4m3 products spill once a
-tile, where they are scaled; of ring attention the thread that loads does, not those that multiply."""
+tile, where they are scaled, those of experts where results are written; of ring attention the thread
+that loads does, not those that multiply."""
 SPILLS = """
 __global__ void __launch_bounds__(1024, 2) spills(float *values) {
     float mine[64];

@@ -45,9 +45,6 @@ TILE_ROWS = 256
 """Rows of a cluster's tile; as in kernels/moe/tables.cuh."""
 SUM_BLOCKS_A_CORE = 8
 """Blocks of 256 threads that a multiprocessor runs at a time."""
-GATED_STEP = 64
-"""The columns of gated results that a tile of e4m3 operands has. Those of the gate have one scale a
-block of K, and so have those of up (kernels/moe/parts.cuh)."""
 MOST_ROW_BYTES = 1 << 35
 """Exclusive bound on the bytes of a product's rows: kernels count them by 16 bytes, in 31 bits."""
 MOST_WORDS = (1 << 31) - 1
@@ -115,8 +112,9 @@ def check_scaled(plan: CommonPart) -> None:
             f"this one has {plan.nodes}"
         )
     shape = plan.shape
-    if isinstance(shape, MoeShape) and shape.activation is not None and shape.features % GATED_STEP:
-        legal = f"a multiple of {GATED_STEP}, with scales by blocks and an activation"
+    # A tile's columns of the gate have one scale for each block of K, and so have those of up.
+    if isinstance(shape, MoeShape) and shape.activation is not None and shape.features % BLOCK:
+        legal = f"a multiple of {BLOCK}, with scales by blocks and an activation"
         raise ShapeError("features", shape.features, legal)
 
 

@@ -58,12 +58,12 @@ struct Config {
     static constexpr int kAccumulators = kTileN / 2;  // floats a thread
     static constexpr bool kPromotes = false;
     static constexpr int kStageScales = 0;  // that come with each stage
+    static constexpr bool kGathers = false;
 };
 // Shared memory goes to stages, which hide the latency of loads, or to slices, which let a finished
 // tile leave while the next is multiplied.
 using Wide = Config<256, 2, 4>;    // 3 stages: many tiles a block
 using Medium = Config<192, 2, 4>;  // 4 stages: where wider tiles fill their last wave badly
-using Deep = Config<256, 2, 2>;    // 4 stages: experts (kernels/moe/grouped.cuh)
 using Narrow = Config<128, 1, 4>;  // 5 stages: few tiles in all
 using WideCarry = Config<256, 2, 4, 4>;
 using MediumCarry = Config<192, 2, 3, 4>;
@@ -77,9 +77,12 @@ struct PromotedCarry : Config<128, 2, 4, 4> {
     static constexpr bool kPromotes = true;
 };
 
-// The sizes for e4m3 experts (kernels/moe/grouped.cuh). With each stage, which is one block of K, come the
-// scales of its rows, then that of each half of its columns.
-struct ScaledExperts : Config<128, 2, 3> {  // 5 stages
+// The sizes for experts (kernels/moe/grouped.cuh), whose rows may be gathered; e4m3 ones too. With each stage of
+// these, which is one block of K, come the scales of its rows, then that of each half of its columns.
+struct Deep : Config<256, 2, 2> {  // 4 stages
+    static constexpr bool kGathers = true;
+};
+struct ScaledExperts : Deep {
     static constexpr bool kPromotes = true;
     static constexpr int kStageScales = kTileM + 2;
 };
@@ -89,9 +92,12 @@ struct Shared {
     alignas(1024) unsigned char stages[C::kStages][C::kStageBytes];
     alignas(1024) unsigned char slices[C::kSliceSlots][C::kSliceBytes];
     alignas(1024) unsigned char pieces[C::kPieceBuffers * kPieceBytes + 16];  // never of no size
-    alignas(16) float scales[C::kTileN];                   // of a tile's columns, of e4m3 operands
-    float stage_scales[C::kStages * C::kStageScales + 1];  // never of no size
-    ptx::Mbarrier full[C::kStages];                        // a stage's bytes are there
+    // Of e4m3 operands, those of a tile's columns, or of each stage; the starts of rows that are gathered. None is
+    // of no size.
+    alignas(16) float scales[C::kStageScales > 0 ? 1 : C::kTileN];
+    float stage_scales[C::kStages * C::kStageScales + 1];
+    std::uint32_t starts[C::kGathers ? kTileM : 1];
+    ptx::Mbarrier full[C::kStages];               // a stage's bytes are there
     ptx::Mbarrier empty[C::kStages];              // all multipliers of the cluster are done with it
     ptx::Mbarrier written[C::kSliceSlots];        // a slice is there
     ptx::Mbarrier drained[C::kSliceSlots];        // the stores have read a slice

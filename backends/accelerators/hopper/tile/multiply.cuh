@@ -149,50 +149,43 @@ class Multiplier {
         }
     }
 
-    // Moves the tile's left half to `kept`, and back beside another one, which becomes the right half.
-    __device__ __forceinline__ void keep(float (&kept)[C::kAccumulators / 2]) const {
+    // Quantises the tile's first `kCount` blocks of 128 columns to e4m3, each row by its largest element there,
+    // and passes each block to the storer as one slice. `keep(row, number, scale)` stores a scale.
+    template <int kCount, class Keep>
+    __device__ __forceinline__ void write_quantised(Keep&& keep) {
+        static_assert(kCount * kScaledBlock <= C::kTileN && kScaledBlock == kRowBytes);
 #pragma unroll
-        for (int i = 0; i < C::kAccumulators / 2; ++i) kept[i] = sum_[i];
-    }
-    __device__ __forceinline__ void join(const float (&kept)[C::kAccumulators / 2]) {
+        for (int number = 0; number < kCount; ++number) {
+            const float* const sums = &sum_[number * kScaledBlock / 2];
+            shared_.drained[slice_.slot].wait(slice_.parity ^ 1);
+            unsigned char* const slice = shared_.slices[slice_.slot];
 #pragma unroll
-        for (int i = 0; i < C::kAccumulators / 2; ++i) {
-            sum_[i + C::kAccumulators / 2] = sum_[i];
-            sum_[i] = kept[i];
-        }
-    }
-
-    // Quantises each row of the tile to e4m3, by its largest element, and passes the tile to the storer as one
-    // slice of 128 columns. `of_row(row)` is where the scale of a row goes, for the first `rows` rows.
-    template <class OfRow>
-    __device__ __forceinline__ void write_quantised(int rows, OfRow&& of_row) {
-        static_assert(C::kTileN == kRowBytes);
-        const int first = row_ - lane_ % 16 + lane_ / 4;
-        shared_.drained[slice_.slot].wait(slice_.parity ^ 1);
-        unsigned char* const slice = shared_.slices[slice_.slot];
+            for (int half = 0; half < 2; ++half) {
+                int row = row_ - lane_ % 16 + lane_ / 4 + half * 8;
+                // Else the addresses below, the same for all tiles, would stay in registers.
+                asm volatile("" : "+r"(row));
+                unsigned most = 0;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = first + half * 8;
-            unsigned most = 0;
+                for (int i = 2 * half; i < kScaledBlock / 2; i += 4) {
+                    most = max(most, max(size_bits(sums[i]), size_bits(sums[i + 1])));
+                }
+                most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
+                most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
+                const float scale = e4m3_scale(most);
+                if (lane_ % 4 == 0) keep(row, number, scale);
 #pragma unroll
-            for (int i = 2 * half; i < C::kAccumulators; i += 4) {
-                most = max(most, max(size_bits(sum_[i]), size_bits(sum_[i + 1])));
+                for (int block = 0; block < kScaledBlock / 8; ++block) {
+                    const float* const sum = &sums[4 * block + 2 * half];
+                    unsigned char* const to = slice + row * kRowBytes +
+                                              ((block / 2) ^ (row % 8)) * 16 + block % 2 * 8 +
+                                              lane_ % 4 * 2;
+                    *reinterpret_cast<std::uint16_t*>(to) = quantise_two(sum[0], sum[1], scale);
+                }
             }
-            most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
-            most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
-            const float scale = e4m3_scale(most);
-            if (lane_ % 4 == 0 && row < rows) *of_row(row) = scale;
-#pragma unroll
-            for (int block = 0; block < C::kTileN / 8; ++block) {
-                const float* const sum = &sum_[4 * block + 2 * half];
-                unsigned char* const to = slice + row * kRowBytes + ((block / 2) ^ (row % 8)) * 16 +
-                                          block % 2 * 8 + lane_ % 4 * 2;
-                *reinterpret_cast<std::uint16_t*>(to) = quantise_two(sum[0], sum[1], scale);
-            }
+            ptx::fence_async_shared();
+            shared_.written[slice_.slot].arrive();
+            slice_.next();
         }
-        ptx::fence_async_shared();
-        shared_.written[slice_.slot].arrive();
-        slice_.next();
     }
 
     // Rounds the tile's first slices and passes them to the storer, one after another.
@@ -241,36 +234,47 @@ class Multiplier {
     // Multiplies e4m3 operands as `multiply` does. Matrix units add them with fewer bits than float32 has, so
     // the products of a step are added up by themselves, and then to the tile's in float32.
     __device__ __forceinline__ void multiply_promoted(int steps) {
-        float part[C::kAccumulators];
+        constexpr int kPart =
+            64;  // accumulators of a product of 128 columns: more are none left for
+        static_assert(C::kAccumulators % kPart == 0);
+        float part[kPart];
 #pragma unroll
-        for (int i = 0; i < C::kAccumulators; ++i) sum_[i] = part[i] = 0;
+        for (float& each : part) each = 0;
+#pragma unroll
+        for (float& each : sum_) each = 0;
         for (int step = 0; step < steps; ++step) {
             shared_.full[stage_.slot].wait(stage_.parity);
             const unsigned char* a = shared_.stages[stage_.slot] + group_ * 64 * kRowBytes;
             const unsigned char* b = shared_.stages[stage_.slot] + C::kABytes;
-            std::uint64_t a_place = ptx::descriptor(a, 0, kAtomBytes);
-            std::uint64_t b_place = ptx::descriptor(b, 0, kAtomBytes);
-            ptx::wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < kTileK; k += 16) {
-                ptx::wgmma<In, false>(part, a_place, b_place, k > 0);
-                a_place += 16 * kElementBytes >> 4;
-                b_place += 16 * kElementBytes >> 4;
-            }
-            ptx::wgmma_commit();
+            const std::uint64_t a_place = ptx::descriptor(a, 0, kAtomBytes);
+            const std::uint64_t b_place = ptx::descriptor(b, 0, kAtomBytes);
             [[maybe_unused]] float factors[4];
-            if constexpr (C::kStageScales > 0) find_factors(factors);
-            ptx::wgmma_wait<0>();
-            release(stage_.slot);
-            stage_.next();
 #pragma unroll
-            for (int i = 0; i < C::kAccumulators; ++i) {
+            for (int first = 0; first < C::kAccumulators; first += kPart) {
+                // Two columns are one accumulator of each thread's two rows.
+                const std::uint64_t b_part = b_place + (first * 2 * kRowBytes >> 4);
+                ptx::wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < kTileK; k += 16) {
+                    const int at = k * kElementBytes >> 4;
+                    ptx::wgmma<In, false>(part, a_place + at, b_part + at, k > 0);
+                }
+                ptx::wgmma_commit();
                 if constexpr (C::kStageScales > 0) {
-                    sum_[i] += part[i] * factors[i / (C::kAccumulators / 2) * 2 + i % 4 / 2];
-                } else {
-                    sum_[i] += part[i];
+                    if (first == 0) find_factors(factors);
+                }
+                ptx::wgmma_wait<0>();
+                if (first + kPart == C::kAccumulators) release(stage_.slot);
+#pragma unroll
+                for (int i = 0; i < kPart; ++i) {
+                    if constexpr (C::kStageScales > 0) {
+                        sum_[first + i] += part[i] * factors[first / kPart * 2 + i % 4 / 2];
+                    } else {
+                        sum_[first + i] += part[i];
+                    }
                 }
             }
+            stage_.next();
         }
     }
 

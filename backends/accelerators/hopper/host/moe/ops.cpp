@@ -19,10 +19,9 @@ namespace mkernel::hopper::moe {
 namespace {
 
 constexpr std::uint64_t kAlignment = 256;
-constexpr std::uint32_t kStageRows = 64;        // of a K-step
-constexpr std::uint32_t kShareRows = 128;       // columns of the weight in one box
-constexpr std::uint32_t kScaledShareRows = 64;  // the same of e4m3 ones (ScaledExperts)
-constexpr std::int32_t kScaledBlock = 128;      // elements of a row that have one scale
+constexpr std::uint32_t kStageRows = 64;    // of a K-step
+constexpr std::uint32_t kShareRows = 128;   // columns of the weight in one box
+constexpr std::int32_t kScaledBlock = 128;  // elements of a row that have one scale
 
 std::uint64_t aligned(std::uint64_t nbytes) {
     return (nbytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -178,12 +177,11 @@ void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint6
     const bool quantised = product.out_scales != 0;
     const ElementType narrow = product.half ? ElementType::float16 : ElementType::bfloat16;
     const ElementType in = scaled ? ElementType::e4m3 : narrow;
-    const std::uint32_t share = scaled ? kScaledShareRows : kShareRows;
     args.b = tensor_map({.address = product.b,
                          .width = product.n_major ? columns : k,
                          .height = product.n_major ? k : columns,
                          .depth = static_cast<std::uint64_t>(product.sizes.experts)},
-                        product.n_major ? kStageRows : share, in);
+                        product.n_major ? kStageRows : kShareRows, in);
     const bool gathers = product.tokens && product.permuted == 0;
     // Without rows there are no tiles, and nothing reads or writes by these maps.
     const auto rows_at = [&](std::uint64_t address, std::uint64_t width, std::uint64_t depth,

@@ -11,10 +11,9 @@ namespace mkernel::hopper::moe {
 template <class C, class In>
 class RowGatherer {
   public:
-    // `thread`: of kRowWarps * 32. `starts`: shared memory of kTileM words.
-    __device__ RowGatherer(Shared<C>& shared, const GroupedArgs& args, std::uint32_t* starts,
-                           int thread)
-        : shared_(shared), args_(args), starts_(starts), thread_(thread) {}
+    // `thread`: of kRowWarps * 32.
+    __device__ RowGatherer(Shared<C>& shared, const GroupedArgs& args, int thread)
+        : shared_(shared), args_(args), starts_(shared.starts), thread_(thread) {}
 
     // Gathers `rows` rows from `first` on, all of K, once the tokens of other ranks among them are there.
     __device__ void tile(const transport::DeviceWaiter& waiter, std::uint64_t epoch, int first,

@@ -13,8 +13,6 @@ namespace mkernel::hopper::moe {
 
 static_assert(Deep::kCluster * kTileM == kTileRows && Wide::kCluster * kTileM == kTileRows);
 static_assert(ScaledExperts::kCluster * kTileM == kTileRows);
-static_assert(sizeof(Shared<Deep>) + kTileM * sizeof(std::uint32_t) <= kSharedBytes);
-static_assert(sizeof(Shared<ScaledExperts>) + kTileM * sizeof(std::uint32_t) <= kSharedBytes);
 
 struct SiluAndMul {
     __device__ float operator()(float gate, float up) const {
@@ -27,14 +25,10 @@ template <class C, class Element, bool kNMajorB, bool kGathers, bool kGated, boo
 __global__ void __launch_bounds__(kBlockThreads, 1)
     grouped(const __grid_constant__ GroupedArgs args) {
     static_assert(!kWide || (!kGathers && !kGated && !kQuantised));
-    static_assert(!kQuantised || C::kTileN == kScaledBlock);
+    static_assert(!kGathers || C::kGathers);
     constexpr bool kScaled = C::kStageScales > 0;
-    // Gated results that are quantised take two tiles a block of them.
-    constexpr int kPasses = kGated && kQuantised ? 2 : 1;
-    constexpr int kPassWidth = kGated ? C::kTileN / 2 : C::kTileN;
-    constexpr int kWidth = kPasses * kPassWidth;
+    constexpr int kWidth = kGated ? C::kTileN / 2 : C::kTileN;
     constexpr int kOutBytes = kQuantised ? 1 : kElementBytes;
-    __shared__ std::uint32_t starts[kGathers ? kTileM : 1];
     Shared<C>& shared = shared_memory<C>();
     open_block(shared, 1 + (kGathers ? kRowWarps : 0) + (kScaled ? kWarp : 0));
     const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
@@ -47,16 +41,14 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             if (kScaled || leads) {
                 Cursor<C::kStages> cursor;
                 int known = -1;  // tiles up to it are there
-                for_each_part(args, kWidth, [&](Part part) {
+                for_each_part(args, kWidth, [&](const Part& part) {
                     if (!kGathers && args.permuted != nullptr && part.number > known) {
                         if (leads) wait_for_tile(args, waiter, epoch, part.number, part.tile);
                         if constexpr (kScaled) __syncwarp();
                         known = part.number;
                     }
-                    for (int pass = 0; pass < kPasses; ++pass, part.column += kPassWidth) {
-                        load_part<C, In, kNMajorB, !kGathers, kGated>(shared, cursor, args, part,
-                                                                      leads);
-                    }
+                    load_part<C, In, kNMajorB, !kGathers, kGated>(shared, cursor, args, part,
+                                                                  leads);
                 });
             }
         } else if (warp == 1) {
@@ -69,11 +61,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 storer.finish();
             }
         } else if constexpr (kGathers) {
-            RowGatherer<C, In> gatherer(shared, args, starts, static_cast<int>(threadIdx.x) - 64);
+            RowGatherer<C, In> gatherer(shared, args, static_cast<int>(threadIdx.x) - 64);
             for_each_part(args, kWidth, [&](const Part& part) {
-                for (int pass = 0; pass < kPasses; ++pass) {
-                    gatherer.tile(waiter, epoch, part.first, part.rows);
-                }
+                gatherer.tile(waiter, epoch, part.first, part.rows);
             });
             gatherer.finish();
         } else if (args.permuted != nullptr) {
@@ -84,31 +74,23 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         Multiplier<C, Element, kNMajorB, In> multiplier(shared);
         const int steps = (args.k + kStepK<In> - 1) / kStepK<In>;
         for_each_part(args, kWidth, [&](const Part& part) {
-            const auto multiply = [&]() __attribute__((always_inline)) {
-                if (multiplier.first_row() >= part.rows) {
-                    multiplier.skip(steps);
-                } else if constexpr (kScaled) {
-                    multiplier.multiply_blocks(steps);
-                } else {
-                    multiplier.multiply(steps);
-                }
-            };
-            multiply();
+            if (multiplier.first_row() >= part.rows) {
+                multiplier.skip(steps);
+            } else if constexpr (kScaled) {
+                multiplier.multiply_blocks(steps);
+            } else {
+                multiplier.multiply(steps);
+            }
             if constexpr (kQuantised) {
-                if constexpr (kGated) {
-                    float left[C::kAccumulators / 2];
-                    multiplier.fold(SiluAndMul{});
-                    multiplier.keep(left);
-                    multiply();
-                    multiplier.fold(SiluAndMul{});
-                    multiplier.join(left);
-                }
-                const int rows = part.column < args.n ? part.rows : 0;
-                multiplier.write_quantised(rows, [&](int row) {
-                    return args.out_scales +
-                           std::int64_t{part.first + row} * (args.n / kScaledBlock) +
-                           part.column / kScaledBlock;
-                });
+                if constexpr (kGated) multiplier.fold(SiluAndMul{});
+                const int blocks = args.n / kScaledBlock;
+                const int first = part.column / kScaledBlock;
+                multiplier.template write_quantised<kWidth / kScaledBlock>(
+                    [&](int row, int number, float scale) {
+                        if (row >= part.rows || first + number >= blocks) return;
+                        args.out_scales[std::int64_t{part.first + row} * blocks + first + number] =
+                            scale;
+                    });
             } else if constexpr (kWide) {
                 multiplier.write_floats(part.rows, args.n - part.column, [&](int row) {
                     char* const to = result_of(args, part.first + row, sizeof(float));

@@ -62,9 +62,9 @@ __device__ __forceinline__ void load_scales(Shared<C>& shared, int slot, const G
         }
     }
     if (lane < 2) {
-        // Both halves of a tile are of one block of columns, unless it is gated. There may be no such columns.
+        // Each half of a tile is one block of columns; there may be no such columns.
         const int blocks = ((kGated ? 2 : 1) * args.n + kScaledBlock - 1) / kScaledBlock;
-        const int column = part.column + (kGated ? lane * args.n : 0);
+        const int column = part.column + lane * (kGated ? args.n : kScaledBlock);
         const std::int64_t block =
             std::int64_t{part.tile.expert} * blocks + min(column / kScaledBlock, blocks - 1);
         ptx::copy_4(to + kTileM + lane, args.b_scales + block * (args.k / kScaledBlock) + step);
@@ -79,7 +79,8 @@ __device__ __forceinline__ void load_boxes(Shared<C>& shared, int slot, const Gr
     constexpr int kShare = C::kShareN;
     constexpr std::uint32_t kBoxBytes = kBoxRows * kTileK * kElementBytes;
     static_assert(C::kCluster == 2 && C::kTileN == 2 * kShare);
-    static_assert(C::kStageScales == 0 || kStepK<In> == kScaledBlock);
+    static_assert(C::kStageScales == 0 ||
+                  (kStepK<In> == kScaledBlock && C::kTileN == 2 * kScaledBlock));
     const int block = static_cast<int>(ptx::block_in_cluster());
     const int from = part.shares ? block * kShare : 0;
     const int end = part.shares ? from + kShare : C::kTileN;
