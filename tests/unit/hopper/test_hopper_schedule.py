@@ -267,8 +267,7 @@ def test_a_norm_takes_its_time_where_it_is_made(
 def test_who_normalises_rows_of_the_librarys_products(
     started: Started, m: int, columns: int, twice: str | None, most_bytes: int
 ) -> None:
-    """Have what takes rows by mail normalise them, in one exchange or two, where they are not rounded
-    behind it; else a kernel that follows."""
+    """Have what takes rows by mail normalise them, in one exchange or two; else a kernel that follows."""
     claims = HopperAccelerator().capabilities()
     assert claims.constants is not None
     library_path = claims.constants.library
@@ -285,7 +284,7 @@ def test_who_normalises_rows_of_the_librarys_products(
     how = usual.part(LibrarySchedule)
     mailed = 0 < m * columns * 2 <= most_bytes / 2
     assert (how.way, how.by_mail) == (("two_shot", True) if twice else ("one_shot", mailed))
-    inside = (twice == "whole rows" if twice else mailed) and how.product == "bfloat16"
+    inside = twice == "whole rows" if twice else mailed
     assert how.normalises == inside
     call, rows = last_rank(usual), torch.zeros(m, columns).bfloat16()
     given = {"residual": rows, "residual_out": rows.clone(), "norm_weight": rows[0].clone()}
@@ -297,6 +296,8 @@ def test_who_normalises_rows_of_the_librarys_products(
     told = [one[2] for one in started.told if one[0] == "RowsOfSums" and "norm" in one[2]]
     assert ("sum_rows" in names) == inside
     assert not inside or [f"'twice': {twice is not None}" in named for named in told] == [True]
+    unrounded = f"'unrounded': {how.product == 'float32'}"
+    assert not inside or [unrounded in named for named in told] == [True]
     assert ("norm_rows" in names) != inside
     if not inside:
         wrong = usual.model_copy(update={"schedule": how.model_copy(update={"normalises": True})})

@@ -227,10 +227,12 @@ __device__ void send_row(const RowsOfSums& sums, const Row<Element, kBatch>& row
     });
 }
 
-// A block sends its next row before it waits for this one. Blocks without a row prefetch alone.
+// A block sends its next row before it waits for this one, except float32 terms, which are of few rows: there are no
+// registers for those of two. Blocks without a row prefetch alone.
 template <class Element, class In, int kBatch, bool kNorm>
 __global__ void __launch_bounds__(kMostThreads, 1)
     sum_rows_kernel(const __grid_constant__ Args args) {
+    constexpr bool kAhead = sizeof(In) == 2;
     ptx::wait_for_grid_before();
     const Workspace& workspace = args.workspace;
     // Terms of a row's first batch; of the block's first row, they come beside the epoch.
@@ -253,13 +255,14 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const auto take = [&](std::uint32_t number) {
         const auto sum = [&](const Row<Element, kBatch>& row, unsigned first,
                              float(&sums)[kBatch][8]) {
-            Terms<In> own[kBatch];
-            row.load_terms(args.sums.from, first, own);
+            Terms<In> ahead[kBatch];
+            Terms<In>(&mine)[kBatch] = kAhead ? ahead : terms;
+            if (kAhead || row.vectors > blockDim.x) row.load_terms(args.sums.from, first, mine);
 #pragma unroll 1
             for (int source = 0; source < workspace.world; ++source) {
                 if (source == workspace.rank) {
                     row.for_batch(first,
-                                  [&](int i, unsigned) { add_terms<In>(sums[i], own[i].v); });
+                                  [&](int i, unsigned) { add_terms<In>(sums[i], mine[i].v); });
                     continue;
                 }
                 const auto peer = static_cast<std::uint32_t>(source);
@@ -281,11 +284,13 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     if (exchanges) send(blockIdx.x);
     if (threadIdx.x == blockDim.x - 1) prefetch_share(prefetch);
     for (std::uint32_t number = blockIdx.x; number < args.sums.rows; number += gridDim.x) {
-        if (const std::uint32_t next = number + gridDim.x; next < args.sums.rows) {
+        const std::uint32_t next = number + gridDim.x;
+        if (!kAhead && !take(number)) break;
+        if (next < args.sums.rows) {
             fetch(next);
             send(next);
         }
-        if (!take(number)) break;
+        if (kAhead && !take(number)) break;
     }
     brief.finish(workspace);
 }
