@@ -223,10 +223,11 @@ def all_reduce(
             where None.
         out_dtype: of the result; default: that of ``out``, else that of x.
         prefetch: the weight that the next product reads: a tensor of any shape and dtype, without gaps
-            between its elements; of a DTensor this rank's part. `hopper` brings its first bytes, 24 MiB
-            at most, to the L2 cache while ranks exchange few rows; other accelerators ignore it
-            (``prefetch_ops`` of :func:`mkernel.capabilities`). It is a hint: results have the same bits
-            without, no gradient flows to it, and ranks may name different tensors.
+            between its elements; of a DTensor this rank's part. `hopper` brings its first bytes to L2
+            while ranks exchange few rows, as many as come in that time and 24 MiB at most; other
+            accelerators ignore it (``prefetch_ops`` of :func:`mkernel.capabilities`). It is a hint:
+            results have the same bits without, no gradient flows to it, and ranks may name different
+            tensors.
         chunk: rows a communication chunk; default: the planner's choice.
         group: names the world; None: the default one.
 

@@ -20,6 +20,7 @@ from mkernel.backends.accelerators.hopper.collectives import all_reduce, norm
 from mkernel.backends.accelerators.hopper.device_session import DeviceSession
 from mkernel.backends.accelerators.hopper.gemm import few_rows, library
 from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.backends.contracts.accelerator import Call
 
 ALIKE = 5
 """Weights of one shape, whose calls are known from the second on."""
@@ -137,9 +138,9 @@ def faulty(shape: Shape, victim: str) -> list[str]:
 def writing(victim: str) -> Iterator[None]:
     """Have launches write to the tensor of that name where they begin to prefetch."""
 
-    def planted(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        if "prefetch" in tensors:
-            calls.bits(tensors[victim]).add_(1)
+    def planted(call: Call) -> dict[str, Any]:
+        if "prefetch" in call.tensors:
+            calls.bits(call.tensors[victim]).add_(1)
         return {}
 
     with ExitStack() as stack:

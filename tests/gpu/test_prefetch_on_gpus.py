@@ -16,15 +16,16 @@ from kept_ranks import right
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
-# In one exchange: of one block, of few, of as many as find a place beside those that prefetch, of more;
-# in two exchanges, with a norm and without; by flags, which prefetch nothing.
+# In one exchange: of one block, of few, of as many as leave a place to all blocks that prefetch, or to
+# enough of them, and of more; in two exchanges, with a norm and without; by flags.
 ROWS = [
     rows(1, 8192, norm="residual"),
     rows(1, 8),
     rows(5, 24576, norm="alone"),
     rows(33, 4096),
     rows(68, 8192, norm="residual"),
-    rows(69, 8192, norm="residual"),
+    rows(116, 8192, norm="residual"),
+    rows(117, 8192, norm="residual"),
     rows(300, 8192, "float16"),
     rows(3000, 512),
     rows(1024, 8192, norm="residual"),

@@ -259,9 +259,7 @@ class DeviceSession:
             order,
             number,
             events,
-            again=partial(
-                self._again, calls, call.symmetric, strides, prefetched_bytes(call.tensors)
-            ),
+            again=partial(self._again, calls, call.symmetric, strides, prefetched_bytes(call)),
             results=results,
         )
 

@@ -198,9 +198,20 @@ class Spreads(Sourced):
 
 
 class Prefetching(Sourced):
-    """The weight of the next product, which kernels bring to L2 while ranks exchange."""
+    """The weight of the next product, which kernels bring to L2 while ranks exchange, and only for as
+    long as they do."""
 
     most_bytes: int = Field(ge=0, le=1 << 30, description="of a call")
+    fill_gbs: float = Field(gt=0, description="at which they come to L2")
+    exchange_us: float = Field(ge=0, description="of an exchange of few bytes, while they come")
+    egress_gbs: float = Field(gt=0, description="of an exchange, to each peer")
+
+    def nbytes(self, sent: int) -> int:
+        """Return the bytes that come while a rank sends ``sent`` bytes to each peer, at most."""
+        return min(
+            self.most_bytes,
+            int(transfer_us(sent, self.egress_gbs, self.exchange_us) * self.fill_gbs * 1e3),
+        )
 
 
 class NormTime(Model):

@@ -1,5 +1,5 @@
-// What is prefetched lies within the tensor, and comes once: in the shares of all blocks, however many of them there
-// are, with blocks of their own and without.
+// What is prefetched lies within the tensor, and comes once: in the shares of blocks beside those that exchange, however
+// many find a place, or in those of all blocks; nothing comes where too few find one.
 #include <cstdint>
 #include <cstdio>
 #include <initializer_list>
@@ -23,13 +23,8 @@ bool is_within(std::uint64_t address, std::uint32_t nbytes) {
     return before < 16 && after < 16;  // unsigned: neither is negative
 }
 
-// Returns true where the shares of a grid are all of it, once, and only blocks that prefetch have one.
-bool is_shared(std::uint32_t nbytes, std::uint32_t blocks, std::uint32_t most) {
-    Prefetch made = Prefetch::of(kAddress, nbytes);
-    const std::uint32_t grid = made.blocks_beside(blocks, most);
-    const std::uint32_t more = grid - blocks;
-    if (grid < blocks || grid > most || more > Prefetch::kBlocks) return false;
-    if (made.exchanging(grid) != blocks) return false;
+// Returns true where the shares of a grid are all of it, once, and those blocks alone have one that do not exchange.
+bool is_whole(const Prefetch& made, std::uint32_t grid) {
     bool right = true;
     std::map<std::uint64_t, std::uint64_t> found;  // address → bytes
     for (std::uint32_t block = 0; block < grid; ++block) {
@@ -38,9 +33,7 @@ bool is_shared(std::uint32_t nbytes, std::uint32_t blocks, std::uint32_t most) {
             right = right && at % 16 == 0 && count % 16 == 0 && count > 0;
             right = right && count <= Prefetch::kChunk && found.emplace(at, count).second;
         });
-        if (more != 0 && block < blocks && found.size() != before) return false;
-        if (more != 0 && block >= blocks && found.size() == before)
-            return false;  // it is for nothing
+        if (block < made.exchange && found.size() != before) return false;
     }
     std::uint64_t next = made.begin;
     for (const auto& [at, count] : found) {
@@ -48,6 +41,19 @@ bool is_shared(std::uint32_t nbytes, std::uint32_t blocks, std::uint32_t most) {
         next = at + count;
     }
     return right && next == made.begin + made.nbytes;
+}
+
+// Returns true where a grid has as many blocks beside those that exchange as there are bytes and room for, and all of
+// it is shared; or none, and nothing is, where there is too little room.
+bool is_beside(std::uint32_t nbytes, std::uint32_t blocks, std::uint32_t most) {
+    Prefetch made = Prefetch::of(kAddress, nbytes);
+    const std::uint32_t wanted = made.nbytes, room = most - blocks;
+    const std::uint32_t grid = made.blocks_beside(blocks, most);
+    if (made.exchange != blocks || grid < blocks || grid > most) return false;
+    if (room < 16) return grid == blocks && made.nbytes == 0 && is_whole(made, grid);
+    const std::uint32_t chunks = (wanted + 16383) / 16384;
+    const std::uint32_t more = chunks < 64 && chunks < room ? chunks : room < 64 ? room : 64;
+    return grid == blocks + more && made.nbytes == wanted && is_whole(made, grid);
 }
 
 }  // namespace
@@ -66,11 +72,14 @@ int main() {
     }
     for (const std::uint32_t nbytes : sizes) {
         for (const std::uint32_t blocks : {1u, 2u, 32u, 68u, 69u, 131u, 132u, 264u}) {
-            for (const std::uint32_t most : {1u, 64u, 132u, 264u, 2112u}) {
-                if (blocks > most || is_shared(nbytes, blocks, most)) continue;
+            for (const std::uint32_t most : {1u, 64u, 84u, 85u, 132u, 264u, 2112u}) {
+                if (blocks > most || is_beside(nbytes, blocks, most)) continue;
                 std::printf("FAIL %u bytes beside %u blocks of %u\n", nbytes, blocks, most);
                 ++failures;
             }
+            if (is_whole(Prefetch::of(kAddress, nbytes), blocks)) continue;
+            std::printf("FAIL %u bytes by %u blocks\n", nbytes, blocks);
+            ++failures;
         }
     }
     if (failures == 0) std::printf("ok\n");

@@ -19,12 +19,10 @@ from mkernel.backends.accelerators.hopper.collectives import all_reduce, norm
 from mkernel.backends.accelerators.hopper.device_session import DeviceSession
 from mkernel.backends.accelerators.hopper.gemm import few_rows, library, products
 from mkernel.backends.accelerators.hopper.gemm import fused as gemm
-from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.starters import STARTED, SUMMED
 from mkernel.plan.arguments import Around, Norm
 
 HEADER = Path(dispatch.__file__).parent / "host/call_starter.hpp"
-MOST = machine().prefetch.most_bytes
 
 
 class Noted:
@@ -92,11 +90,25 @@ def test_an_exchange_is_given_it(
     assert noted.told == [(weight.data_ptr(), 97)]
 
 
-@pytest.mark.parametrize(("nbytes", "wanted"), [(0, 0), (1, 1), (MOST, MOST), (MOST + 1, MOST)])
-def test_no_more_than_the_limit(nbytes: int, wanted: int) -> None:
-    weight = torch.empty(nbytes, dtype=torch.uint8)
-    assert prefetch.prefetched_bytes({"prefetch": weight}) == wanted
-    assert prefetch.prefetched_bytes({"x": weight}) == 0
+@pytest.mark.parametrize(
+    ("op", "sizes", "most"),
+    [
+        ("all_reduce", (1, 8192), 2_316_421),  # 1.5 us and 16 KB at 370 GB/s, of 1500 GB/s
+        ("all_reduce", (64, 8192), 6_500_983),
+        ("all_reduce", (512, 8192), 25_165_824),
+        ("gemm_all_reduce", (64, 8192, 512), 6_500_983),
+    ],
+)
+def test_no_more_than_comes_while_ranks_exchange(op: str, sizes: Sequence[int], most: int) -> None:
+    def bytes_of(nbytes: int, ranks: int = 2) -> int:
+        plan = gpus(ranks).plan(op, dict(zip("mnk", sizes, strict=False)), dtype="bfloat16")
+        weight = torch.empty(nbytes, dtype=torch.uint8)
+        return prefetch.prefetched_bytes(Mock(plan=plan, tensors={"prefetch": weight}))
+
+    for nbytes in (0, 1, most, most + 1):
+        assert bytes_of(nbytes) == min(nbytes, most)
+    assert bytes_of(most, ranks=1) == 0
+    assert prefetch.prefetched_bytes(Mock(tensors={})) == 0
 
 
 def test_starters_name_the_tensors_that_native_code_reads() -> None:

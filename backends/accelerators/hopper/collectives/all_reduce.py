@@ -117,7 +117,7 @@ class SumExecutor:
         outs = list(call.symmetric.get("out", ())) or [out.data_ptr()]
         landings = self._outputs.landings(out.data_ptr())
         together = self._together.of_call(
-            call_id(call), call.timeout_s, landings, **prefetch_of(call.tensors)
+            call_id(call), call.timeout_s, landings, **prefetch_of(call)
         )
         element = getattr(made.Element, call.plan.dtype)
         made.all_reduce(together, element, x.data_ptr(), x.numel(), outs, made.Way.two_shot, stream)

@@ -87,7 +87,7 @@ def sum_by_mail(
     norm, out = RowNorm.of(call), writable(call.tensors["out"])
     given: dict[str, Any] = {"unrounded": terms.dtype == torch.float32}
     given |= {} if norm is None else {"norm": norm.addresses(), "twice": twice}
-    given |= prefetch_of(call.tensors)
+    given |= prefetch_of(call)
     sums = rows_of(call.plan, blocks, source=terms.data_ptr(), out=out.data_ptr(), **given)
     native().sum_rows(world.of_call(call_id(call), call.timeout_s), sums, stream)
     deliver(out, call.tensors["out"])

@@ -6,7 +6,7 @@
 
 namespace mkernel::hopper {
 
-// Requests the block's share, and waits for nothing. Called by one thread of every block, after what the block sends.
+// Requests the block's share, and waits for nothing. Called by one thread of every block.
 __device__ inline void prefetch_share(const Prefetch& prefetch) {
     prefetch.for_share(blockIdx.x, gridDim.x, [](std::uint64_t at, std::uint32_t nbytes) {
         ptx::prefetch_bytes(at, nbytes);

@@ -122,7 +122,7 @@ class FewRowsExecutor:
         norm: RowNorm | None = None,
     ) -> None:
         more: dict[str, Any] = {} if norm is None else {"norm": norm.addresses()}
-        more |= prefetch_of(call.tensors)
+        more |= prefetch_of(call)
         calls.start(call_id(call), call.timeout_s, operands.tensors(), stream, **more)
 
     def _together(self, call: Call) -> _hopper.Collective:

@@ -225,7 +225,7 @@ class LibraryExecutor:
         made, element = native(), self._element
         landings = self._outputs.landings(tensors["out"].data_ptr())
         together = self._collective.of_call(
-            call_id(call), call.timeout_s, landings, **prefetch_of(tensors)
+            call_id(call), call.timeout_s, landings, **prefetch_of(call)
         )
         elements, source, out = self._elements, partial.data_ptr(), tensors["out"].data_ptr()
         bias = aligned(tensors["bias"]) if self._plan.bias == "launch" else None

@@ -1,9 +1,9 @@
 // The bytes that the next kernel will read, which a kernel brings to L2 while it waits for its peers: memory idles
 // then. They are in no result.
 //
-// One block alone cannot issue requests as fast as memory serves them. Where an exchange takes few blocks, so many are
-// launched beside its own that prefetch and wait for nobody; where it takes too many for that, all of its blocks
-// prefetch, each after it has sent its mail.
+// A block issues requests only as fast as its multiprocessor serves them, about 27 bytes a nanosecond on H200. Blocks
+// that wait for mail would be late for it meanwhile, so others prefetch, which are launched beside them and wait for
+// nobody. A kernel whose loads are a thread's own work has that thread prefetch in every block instead.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,11 +15,12 @@ namespace mkernel::hopper {
 
 struct Prefetch {
     static constexpr std::uint32_t kChunk = 16u << 10;  // bytes of a request
-    static constexpr std::uint32_t kBlocks = 64;        // at most, beside those that exchange
+    static constexpr std::uint32_t kMostBlocks = 64;    // beside those that exchange
+    static constexpr std::uint32_t kLeastBlocks = 16;   // of these; else nothing is prefetched
 
     std::uint64_t begin = 0;     // address, a multiple of 16
     std::uint32_t nbytes = 0;    // a multiple of 16; 0: nothing is prefetched
-    std::uint32_t exchange = 0;  // the first blocks, which do not prefetch; 0: all do both
+    std::uint32_t exchange = 0;  // the first blocks, which do not prefetch
 
     // Returns the whole 16 bytes among these. `nbytes`: at most 1 GiB.
     static constexpr Prefetch of(std::uint64_t address, std::uint32_t nbytes) {
@@ -30,14 +31,9 @@ struct Prefetch {
     // Chooses the blocks that prefetch for an exchange by `blocks` of the `most` that a grid may have; returns how
     // many the grid has.
     constexpr std::uint32_t blocks_beside(std::uint32_t blocks, std::uint32_t most) {
-        const std::uint32_t more = std::min((nbytes + kChunk - 1) / kChunk, kBlocks);
-        exchange = more != 0 && blocks + more <= most ? blocks : 0;
-        return exchange != 0 ? blocks + more : blocks;
-    }
-
-    // Returns the blocks of a grid that exchange.
-    __host__ __device__ constexpr std::uint32_t exchanging(std::uint32_t blocks) const {
-        return exchange != 0 ? exchange : blocks;
+        exchange = blocks;
+        if (most - blocks < kLeastBlocks) nbytes = 0;
+        return blocks + std::min({(nbytes + kChunk - 1) / kChunk, kMostBlocks, most - blocks});
     }
 
     // Calls `each(address, nbytes)` for a block's own share in a grid of so many.

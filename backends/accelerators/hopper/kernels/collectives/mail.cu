@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kMailThreads, 2)
             static_cast<const In*>(args.src) + (kScatter ? std::uint64_t{args.elements} * of : 0);
         return load<kWhole, Eight<In>>(part + at, args.elements - at);
     };
-    const BriefBlock brief(sent.workspace, args.prefetch.exchanging(gridDim.x));
+    const BriefBlock brief(sent.workspace, args.prefetch.exchange);
     const std::uint64_t epoch = brief.epoch();
     const std::uint32_t places = (args.elements + 7) / 8;
     for_own(places, [&](std::uint32_t place) {
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kMailThreads, 2)
     const In* const src = static_cast<const In*>(args.src);
     Out* const out = static_cast<Out*>(args.out);
     ptx::wait_for_grid_before();
-    const BriefBlock brief(args.workspace, args.prefetch.exchanging(gridDim.x));
+    const BriefBlock brief(args.workspace, args.prefetch.exchange);
     const std::uint64_t epoch = brief.epoch();
     const std::uint32_t places = args.owned / 8;
     for_own(places, [&](std::uint32_t place) {

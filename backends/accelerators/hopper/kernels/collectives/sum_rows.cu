@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const Prefetch& prefetch = args.sums.prefetch;
     const bool exchanges = blockIdx.x < args.sums.rows;
     if (exchanges) fetch(blockIdx.x);
-    const BriefBlock brief(workspace, prefetch.exchanging(gridDim.x));
+    const BriefBlock brief(workspace, prefetch.exchange);
     const std::uint64_t epoch = brief.epoch();
     const auto waiter = args.waiter();
     const auto send = [&](std::uint32_t number) {
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const Workspace& workspace = args.workspace;
     const int world = workspace.world;
     const Prefetch& prefetch = args.sums.prefetch;
-    const BriefBlock brief(workspace, prefetch.exchanging(gridDim.x));
+    const BriefBlock brief(workspace, prefetch.exchange);
     const std::uint64_t epoch = brief.epoch();
     const auto waiter = args.waiter();
     const auto row_of = [&](int rank, std::uint32_t index) { return rank * args.owned + index; };
@@ -320,7 +320,6 @@ __global__ void __launch_bounds__(kMostThreads, 1)
                 return args.mail(args.peer(to), to - 1, epoch) + args.bytes(index);
             });
         }
-        if (index == blockIdx.x && threadIdx.x == blockDim.x - 1) prefetch_share(prefetch);
         return true;
     };
     const auto own = [&](std::uint32_t index) {
@@ -378,7 +377,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         }
         return true;
     };
-    if (blockIdx.x >= args.owned && threadIdx.x == blockDim.x - 1) prefetch_share(prefetch);
+    if (threadIdx.x == blockDim.x - 1) prefetch_share(prefetch);
     collectives::for_each_chunk(args.owned, send, own, take);
     brief.finish(workspace);
 }
