@@ -34,7 +34,7 @@ import llama
 import results_file
 import torch
 import whole_models
-from torch import Tensor, distributed
+from torch import Tensor, distributed, profiler
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from torch_group import default_group
 from whole_models import PEERS_ENVIRONMENT, Contender, Place
@@ -340,7 +340,9 @@ def ending(name: str, model: Model, compiler: Callable[[Any], Any]) -> Any:
     return Library(name, model, compiler)
 
 
-def of_one_row(shape: Shape, names: Sequence[str], turns: int, place: Place) -> dict[str, Any]:
+def of_one_row(
+    shape: Shape, names: Sequence[str], turns: int, place: Place, trace: Path | None
+) -> dict[str, Any]:
     """Check and time all endings at one shape. Collective."""
     cuda = place.device.type == "cuda"
     compiler: Callable[[Any], Any] = torch.compile if cuda else lambda function: function
@@ -367,6 +369,13 @@ def of_one_row(shape: Shape, names: Sequence[str], turns: int, place: Place) -> 
     for name, figures in whole_models.take_turns(contenders, turns, place).items():
         figures["turns"] = len(figures.pop("us"))
         entries[name] |= figures
+    for name, each in contenders.items() if trace is not None else ():
+        place.wait()
+        with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as found:
+            each.call()
+            place.wait()
+        if place.rank == 0:
+            found.export_chrome_trace(str(trace / f"{shape.width}_{shape.rows}_{name}.json"))
     contenders.clear()
     for end in ends:
         end.close()
@@ -424,7 +433,7 @@ def shown(row: dict[str, Any]) -> str:
 
 
 def of_one_rank(
-    shapes: Sequence[Shape], names: Sequence[str], turns: int, cuda: bool
+    shapes: Sequence[Shape], names: Sequence[str], turns: int, cuda: bool, trace: Path | None
 ) -> list[dict[str, Any]]:
     """Measure all shapes; rank 0 reports each row as it is done."""
     rows = []
@@ -432,7 +441,7 @@ def of_one_rank(
         place = Place(cuda)
         torch._dynamo.config.recompile_limit = 64
         for shape in shapes:
-            row = of_one_row(shape, names, turns, place)
+            row = of_one_row(shape, names, turns, place, trace)
             rows.append(row)
             if place.rank == 0:
                 report(row)
@@ -464,6 +473,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="default: sixteen of 8b, eight of 70b")
     parser.add_argument("--endings", default=",".join(ENDINGS))
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--trace", type=Path, help="a folder for traces of a step of each")
     parser.add_argument("--json", type=Path, help="the result, written after every row")
     given = parser.parse_args()
     cuda = given.accelerator == "hopper"
@@ -488,7 +498,7 @@ def main() -> int:
             results_file.save(given.json, "decode", figures)
 
     mkernel.launch(
-        of_one_rank, shapes, names, given.turns, cuda, ranks_per_node=given.ranks,
+        of_one_rank, shapes, names, given.turns, cuda, given.trace, ranks_per_node=given.ranks,
         accelerator=given.accelerator, timeout_s=300.0, on_report=done,
     )  # fmt: skip
     return 1 if len(rows) < len(shapes) or any(row["missed"] for row in rows) else 0

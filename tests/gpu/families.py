@@ -143,7 +143,7 @@ SCALED = [
     )
 ]
 FEW = [*SUMS, *SCATTERED, *SCALED]
-# Of more rows: whole tiles and odd ones of both sizes, one wave of them and several, a norm behind them.
+# Of more rows: whole tiles and odd ones of both sizes, one wave of them and several, a norm behind.
 TILED = [
     Shape(REDUCE, 256, 7168, 264),
     Shape(REDUCE, 129, 1032, 4096, layout="column", bias=True),

@@ -1,6 +1,6 @@
-"""GEMM+AllReduce and GEMM+ReduceScatter of few rows by one kernel, and GEMM+AllReduce of more rows by one
-whose tiles leave by mail, through the public API, beside
-``test_calls_on_gpus``: which calls take it, exact sums, norms in it, faults."""
+"""GEMM+AllReduce and GEMM+ReduceScatter of few rows by one kernel, and GEMM+AllReduce of more rows by
+one whose tiles leave by mail, through the public API, beside ``test_calls_on_gpus``: which calls take
+it, exact sums, norms in it, faults."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def test_a_norm_takes_its_time_where_it_is_made(
 def test_who_normalises_rows_of_the_librarys_products(
     started: Started, m: int, columns: int, twice: str | None, most_bytes: int
 ) -> None:
-    """Have what takes rows by mail normalise them, in one exchange or two; else a kernel that follows."""
+    """What takes rows by mail normalises them, in one exchange or two; else a kernel that follows."""
     claims = HopperAccelerator().capabilities()
     assert claims.constants is not None
     library_path = claims.constants.library
