@@ -251,6 +251,9 @@ class MailedTilesConstants(SendingRates):
     most_bytes: int = Field(ge=1, description="that all peers send to one rank")
     tiles: tuple[Tile, ...] = Field(min_length=1, description="of which the fastest is taken")
     loads_gbs: float = Field(gt=0, description="operands, as all cores together load them")
+    uneven: float = Field(
+        1.0, ge=1, description="how much longer that takes where K, or N, is no whole lines"
+    )
     start_us: float = Field(ge=0, description="launch, and start and end of the product")
     tile_us: float = Field(ge=0, description="start and end of a tile that nothing hides")
     exchange_us: float = Field(ge=0, description="latency of the exchange")

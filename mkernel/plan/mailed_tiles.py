@@ -14,6 +14,10 @@ from typing import NamedTuple
 from mkernel.topology.cost import MailedTilesConstants, Tile, transfer_us
 
 
+LINE = 64
+"""Elements of 16 bits in a line of memory."""
+
+
 class Tiles(NamedTuple):
     """A call by one size of tiles. Times in microseconds.
 
@@ -47,12 +51,14 @@ def tiles(
     """Return the fastest way to compute [m, n] over k elements of 16 bits and to send ``nbytes`` from
     each rank; of ways that are as fast, the first of the constants' tiles."""
 
+    uneven = constants.uneven ** sum(width % LINE != 0 for width in (k, n))
+
     def by(tile: Tile) -> Tiles:
         count = _up(m, tile.rows) * _up(n, tile.columns)
         waves = _up(count, max(1, cores // tile.cores))
         flops = 2.0 * tile.rows * tile.columns * k
         one = flops / (tile.cores * tile.tflops_per_core * 1e6) + constants.tile_us
-        loads = count * 2.0 * k * (tile.rows + tile.columns)
+        loads = count * 2.0 * k * (tile.rows + tile.columns) * uneven
         compute = max(
             waves * one,
             transfer_us(loads, constants.loads_gbs, 0.0),
