@@ -22,7 +22,7 @@ enum class End {
     whole,  // finish_call: every rank hears that every other is done
     nodes,  // the same, between nodes
     brief,  // finish_brief_call: nobody waits; memory of even and of odd calls
-    ahead,  // BriefBlock: the same, counted when blocks begin, and looked at when they are done
+    ahead,  // BriefBlock: the same, counted when blocks begin, and looked at when they have sent
     one_memory,        // planted: brief, with the same memory in every call
     ahead_one_memory,  // planted: the same of ahead
     early,             // planted: whole, but blocks are done before they have read
@@ -113,15 +113,16 @@ class Calls : public model::Scenario {
             (void)waiter.until(own.arrived[block], epoch, {});
             model::reads(&own.inbox[block][half]);
         };
+        if (ahead) {  // no other thread runs meanwhile: there is no atomic operation
+            const std::uint64_t before = number;
+            brief->move_on(workspace);
+            if (number != before) model::writes(&number);
+        }
         if (end_ != End::early) read();
         if (end_ == End::brief || end_ == End::one_memory) {
             hopper::finish_brief_call(workspace, epoch);
         } else if (!ahead) {
             hopper::finish_call(workspace, waiter, epoch);
-        } else {  // no other thread runs meanwhile: there is no atomic operation
-            const std::uint64_t before = number;
-            brief->finish(workspace);
-            if (number != before) model::writes(&number);
         }
         if (end_ == End::early) read();
     }

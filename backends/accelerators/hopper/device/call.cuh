@@ -146,7 +146,7 @@ __device__ inline std::uint64_t epoch_of_brief_call(const Workspace& workspace) 
 }
 
 // A block of such a call, all of whose threads need the epoch. They go on as soon as they know it, the one that counts
-// the block too: it asks for the number of blocks before it sends, and looks at it when the block is done.
+// the block too: it asks for the number of blocks before it sends, and looks at it afterwards.
 //
 // A call of few blocks lets the next grid of its stream take its place on the device while it waits for peers. More
 // could leave no multiprocessor to a peer that shares the device, and the next grid would wait for it in vain.
@@ -165,11 +165,12 @@ class BriefBlock {
         epoch_ = of_block;
         if (threadIdx.x == blockDim.x - 1) before_ = state.count_block();
     }
-    // Moves the epoch on in the block that was counted last. Called by all threads, each at its end.
-    __device__ void finish(const Workspace& workspace) const {
+    // Moves the epoch on in the block that was counted last. Called by all threads, each when it has sent: while mail
+    // is under way nothing waits for the fence, as the end of the grid would.
+    __device__ void move_on(const Workspace& workspace) const {
         if (!transport::CallState::is_last(before_)) return;
         __threadfence();
-        move_on(workspace.control(), epoch_);
+        hopper::move_on(workspace.control(), epoch_);
     }
 
     // 0 in a world of one rank.

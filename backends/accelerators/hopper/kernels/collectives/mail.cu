@@ -131,6 +131,7 @@ __global__ void __launch_bounds__(kMailThreads, 2)
         keep(rank, place, own);
         return true;
     });
+    brief.move_on(sent.workspace);
     const auto waiter = sent.waiter();
     for_own(places, [&](std::uint32_t place) {
 #pragma unroll 1
@@ -143,7 +144,6 @@ __global__ void __launch_bounds__(kMailThreads, 2)
         }
         return true;
     });
-    brief.finish(sent.workspace);
 }
 
 struct Reduced {
@@ -199,6 +199,7 @@ __global__ void __launch_bounds__(kMailThreads, 2)
         }
         return true;
     });
+    brief.move_on(sent.workspace);
     if (!kScatter && threadIdx.x == blockDim.x - 1) prefetch_share(args.prefetch);
     const auto waiter = sent.waiter();
     for_own(places, [&](std::uint32_t place) {
@@ -224,7 +225,6 @@ __global__ void __launch_bounds__(kMailThreads, 2)
         store<kWhole>(to, args.elements - place * 8, sum.rounded());
         return true;
     });
-    brief.finish(sent.workspace);
 }
 
 // In each of two exchanges a rank has a place for every peer: what rank r sends to the rank `step` after it
@@ -281,6 +281,7 @@ __global__ void __launch_bounds__(kMailThreads, 2)
         }
         return true;
     });
+    brief.move_on(args.workspace);
     if (threadIdx.x == blockDim.x - 1) prefetch_share(args.prefetch);
     const transport::DeviceWaiter waiter =
         waiter_of(args.workspace, args.limits, transport::Waiter::comm_kernel);
@@ -325,7 +326,6 @@ __global__ void __launch_bounds__(kMailThreads, 2)
         }
         return true;
     });
-    brief.finish(args.workspace);
 }
 
 // Returns true where all of them are multiples of 16: addresses, and bytes.

@@ -18,6 +18,10 @@ namespace mkernel::hopper {
 namespace {
 
 constexpr int kMostThreads = 1024;  // of a block, and of those on a multiprocessor
+template <
+    class
+    In>  // threads of a row; with float32 terms, which are of few rows, they need more registers
+constexpr int kRowThreads = sizeof(In) == 2 ? kMostThreads : kMostThreads / 2;
 
 struct Args {
     Workspace workspace;
@@ -227,12 +231,10 @@ __device__ void send_row(const RowsOfSums& sums, const Row<Element, kBatch>& row
     });
 }
 
-// A block sends its next row before it waits for this one, except float32 terms, which are of few rows: there are no
-// registers for those of two. Blocks without a row prefetch alone.
+// A block sends its next row before it waits for this one. Blocks without a row prefetch alone.
 template <class Element, class In, int kBatch, bool kNorm>
-__global__ void __launch_bounds__(kMostThreads, 1)
+__global__ void __launch_bounds__(kRowThreads<In>, 1)
     sum_rows_kernel(const __grid_constant__ Args args) {
-    constexpr bool kAhead = sizeof(In) == 2;
     ptx::wait_for_grid_before();
     const Workspace& workspace = args.workspace;
     // Terms of a row's first batch; of the block's first row, they come beside the epoch.
@@ -255,14 +257,13 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const auto take = [&](std::uint32_t number) {
         const auto sum = [&](const Row<Element, kBatch>& row, unsigned first,
                              float(&sums)[kBatch][8]) {
-            Terms<In> ahead[kBatch];
-            Terms<In>(&mine)[kBatch] = kAhead ? ahead : terms;
-            if (kAhead || row.vectors > blockDim.x) row.load_terms(args.sums.from, first, mine);
+            Terms<In> own[kBatch];
+            row.load_terms(args.sums.from, first, own);
 #pragma unroll 1
             for (int source = 0; source < workspace.world; ++source) {
                 if (source == workspace.rank) {
                     row.for_batch(first,
-                                  [&](int i, unsigned) { add_terms<In>(sums[i], mine[i].v); });
+                                  [&](int i, unsigned) { add_terms<In>(sums[i], own[i].v); });
                     continue;
                 }
                 const auto peer = static_cast<std::uint32_t>(source);
@@ -282,17 +283,15 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         return finish_row<Element, kBatch, kNorm>(args.sums, number, sum);
     };
     if (exchanges) send(blockIdx.x);
+    brief.move_on(workspace);
     if (threadIdx.x == blockDim.x - 1) prefetch_share(prefetch);
     for (std::uint32_t number = blockIdx.x; number < args.sums.rows; number += gridDim.x) {
-        const std::uint32_t next = number + gridDim.x;
-        if (!kAhead && !take(number)) break;
-        if (next < args.sums.rows) {
+        if (const std::uint32_t next = number + gridDim.x; next < args.sums.rows) {
             fetch(next);
             send(next);
         }
-        if (kAhead && !take(number)) break;
+        if (!take(number)) break;
     }
-    brief.finish(workspace);
 }
 
 // Row `index` of every part is handled by one block, and a vector of it by one thread from its first word to its last:
@@ -320,6 +319,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
                 return args.mail(args.peer(to), to - 1, epoch) + args.bytes(index);
             });
         }
+        if (index == blockIdx.x) brief.move_on(workspace);
         return true;
     };
     const auto own = [&](std::uint32_t index) {
@@ -377,9 +377,9 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         }
         return true;
     };
+    if (blockIdx.x >= args.owned) brief.move_on(workspace);
     if (threadIdx.x == blockDim.x - 1) prefetch_share(prefetch);
     collectives::for_each_chunk(args.owned, send, own, take);
-    brief.finish(workspace);
 }
 
 template <class Element, int kBatch>
@@ -464,10 +464,10 @@ void start(const char* what, void (*kernel)(Parameter), Parameter argument, cons
     cuda::check(Prepared::find(reinterpret_cast<const void*>(kernel), most_shared, processors),
                 what);
     const std::uint32_t blocks = sums.blocks == 0 ? processors : sums.blocks;
-    const std::uint32_t threads =
-        std::min<std::uint32_t>((sums.columns / 8 + 31) / 32 * 32, kMostThreads);
+    const std::uint32_t most_threads = sums.unrounded ? kRowThreads<float> : kMostThreads;
+    const std::uint32_t threads = std::min((sums.columns / 8 + 31) / 32 * 32, most_threads);
     cudaLaunchConfig_t config{};
-    const std::uint32_t most = blocks * each * (kMostThreads / threads);
+    const std::uint32_t most = blocks * each * (most_threads / threads);
     std::uint32_t grid = std::min(most, rows);
     if constexpr (std::is_same_v<Parameter, Args>) {
         grid = argument.sums.prefetch.blocks_beside(grid, most);
@@ -498,7 +498,7 @@ auto kernel_of(const RowsOfSums& sums) {
 
 template <class Element>
 auto kernel_of(const RowsOfSums& sums) {
-    if (sums.unrounded) return &sum_rows_kernel<Element, float, 1, true>;
+    if (sums.unrounded) return &sum_rows_kernel<Element, float, 2, true>;
     return are_short(sums) ? kernel_of<Element, 1>(sums) : kernel_of<Element, 2>(sums);
 }
 
