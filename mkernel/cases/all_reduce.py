@@ -61,12 +61,14 @@ class SumCase(Case):
             return {}
         residual_data, weight_data = self._norm_data
         m, n = self.sizes["m"], self.sizes["n"]
-        weight = 1 + self.normal(iteration, weight_data, EVERY_RANK, n) / 4
+        out = getattr(torch, self.out_dtype)
+        given = out if self.options.get("scales") else getattr(torch, self.dtype)
+        weight = 1 + self.normal(iteration, weight_data, EVERY_RANK, n).to(given) / 4
         if self.options["norm"] == "alone":
             return {"norm_weight": weight}
-        residual = self.normal(iteration, residual_data, EVERY_RANK, m, n)
+        residual = self.normal(iteration, residual_data, EVERY_RANK, m, n).to(given)
         residual *= self.sizes.get("k", 1) ** 0.5
-        return {"norm_weight": weight, "residual": residual.to(getattr(torch, self.out_dtype))}
+        return {"norm_weight": weight, "residual": residual.to(out)}
 
     def norm(self, tensors: Tensors) -> Normed | None:
         """Return the norm of a call with these inputs, where it has one."""

@@ -18,12 +18,17 @@ from typing_extensions import TypedDict, Unpack
 
 from mkernel.errors import ArgumentError
 from mkernel.ops import derivatives, validate
-from mkernel.ops.around import EPS, Normed, as_rows, check_norm, normalised
+from mkernel.ops.around import EPS, Normed, as_rows, check_norm, normalised, quantise
 from mkernel.ops.common import Done, Execution, engine_for, plan_for
 from mkernel.ops.gemm import copied_to, traced_outputs
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.prefetch import check_prefetch, hinted
-from mkernel.ops.quantised import check_quantise, results_of
+from mkernel.ops.quantised import (
+    check_quantise,
+    fake_quantised,
+    normalised_results,
+    results_of,
+)
 from mkernel.ops.registration import called, native_op, ops, register
 from mkernel.ops.steps import Steps
 from mkernel.plan.arguments import Around, Norm
@@ -87,13 +92,13 @@ def call(
     **execution: Unpack[Execution],
 ) -> Done:
     """Run :func:`all_reduce` with its plan and record. Outputs: ``out``, with a norm also
-    ``residual_out``."""
+    ``residual_out``, and where that quantises ``quantised`` and ``quantised_scale``."""
     world, steps = current(group), steps or Steps()
     residual, weight = (None, None) if norm is None else (norm.residual, norm.weight)
     given = x, out, residual, weight, prefetch
     x, out, residual, weight, prefetch = plain(_OP, _ARGUMENTS, given)
     if norm is not None:
-        norm = Normed(residual, weight, norm.eps)
+        norm = norm._replace(residual=residual, weight=weight)
     plan, dtype, prefetches = _check(world, x, norm, out, out_dtype, chunk, prefetch)
     given_out = out
     if out is None:
@@ -109,7 +114,7 @@ def call(
     packed = x if x.is_contiguous() else steps.do(Tensor.contiguous, x)
     launched = {"x": as_rows(packed, 0, steps), "out": rows}
     if norm is not None:
-        outputs["residual_out"] = steps.empty(x.shape, x, dtype)
+        outputs |= norm.outputs(steps, out)
         if plan.norm is not None and plan.norm.step == "launch":
             of_norm = {**norm.given, "residual_out": outputs["residual_out"]}
             launched |= {
@@ -121,6 +126,8 @@ def call(
     record = steps.launch(world, plan, launched, **execution)
     if norm is not None and plan.norm is not None and plan.norm.step == "after":
         steps.do(normalised, out, norm.residual, norm.weight, norm.eps, outputs["residual_out"])
+    if norm is not None and norm.quantises:
+        quantise(steps, outputs)
     if given_out is not None:  # autograd may have saved it for a backward, and must hear of it
         increment_version([given_out])
         steps.wrote([given_out])
@@ -252,9 +259,9 @@ def all_reduce(
         if residual is not None:
             raise ArgumentError("norm_weight", None, "a weight, beside residual")
         return _through_torch(x, None, out, out_dtype, chunk, prefetch, group)[0]
-    norm = Normed(residual, norm_weight, float(eps))
-    rows, new = _through_torch(x, norm, out, out_dtype, chunk, prefetch, group)
-    return results_of(rows, new, residual, quantise)
+    norm = Normed(residual, norm_weight, float(eps), quantise is not None)
+    done = _through_torch(x, norm, out, out_dtype, chunk, prefetch, group)
+    return results_of(done, residual)
 
 
 def _through_torch(
@@ -266,12 +273,16 @@ def _through_torch(
     prefetch: Tensor | None,
     group: Group,
 ) -> tuple[Tensor, ...]:
-    """Return the sum, or the normalised rows and the new residual; through torch's dispatcher where
-    torch has to see the call."""
+    """Return the sum, or the normalised rows, quantised ones with their scales, and the new residual;
+    through torch's dispatcher where torch has to see the call."""
     given = (x,) if norm is None else (x, norm.weight, norm.residual)
     options: dict[str, Any] = {} if norm is None else {"eps": norm.eps}
     registered, named = called(group)
     options |= {"out_dtype": out_dtype, "chunk": chunk, "prefetch": prefetch, "group": named}
+    if norm is not None and norm.quantises:
+        del options["out_dtype"]
+        quantised: tuple[Tensor, ...] = registered.all_reduce_norm_quantised(*given, **options)
+        return quantised
     if out is None:
         return _results(registered, given, options)
     if traced_outputs(out, *given):
@@ -308,6 +319,13 @@ def _norm_kernel(
     return tuple(call(x, norm, **options).outputs.values())
 
 
+def _quantised_kernel(
+    x: Tensor, norm_weight: Tensor, residual: Tensor | None, eps: float, **options: Any
+) -> tuple[Tensor, ...]:
+    norm = Normed(residual, norm_weight, eps, quantises=True)
+    return normalised_results(call(x, norm, **options).outputs)
+
+
 _INTO = native_op(
     "all_reduce_into",
     ("x", "norm_weight", "residual", "out", "eps", "out_dtype", "chunk", "prefetch", "group"),
@@ -334,6 +352,10 @@ def _fake_norm(
     return made, torch.empty_like(made)
 
 
+def _fake_quantised(*given: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return fake_quantised(*_fake_norm(*given, **options))
+
+
 register(
     "all_reduce(Tensor x, *, ScalarType? out_dtype=None, int? chunk=None, Tensor? prefetch=None, "
     "str group) -> Tensor",
@@ -350,5 +372,13 @@ register(
     _fake_norm,
     derivatives.save_normed_sum,
     derivatives.normed_sum_backward,
+    range_name=_OP,
+)
+register(
+    "all_reduce_norm_quantised(Tensor x, Tensor norm_weight, Tensor? residual=None, *, "
+    "float eps=1e-06, int? chunk=None, Tensor? prefetch=None, str group) "
+    "-> (Tensor, Tensor, Tensor)",
+    _quantised_kernel,
+    _fake_quantised,
     range_name=_OP,
 )

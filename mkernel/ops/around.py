@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from mkernel.backends.contracts.norm import add_and_normalise
+from mkernel.backends.contracts.scaled import quantised_rows
 from mkernel.errors import ArgumentError, DtypeError, ShapeError
 from mkernel.ops import validate
 from mkernel.ops.steps import Steps
@@ -151,17 +152,29 @@ EPS = 1e-6
 
 
 class Normed(NamedTuple):
-    """The weight and eps of a norm, and the residual that is added to the rows before it. Packed."""
+    """The weight and eps of a norm, and the residual that is added to the rows before it. Packed.
+    ``quantises``: normalised rows are wanted in e4m3."""
 
     residual: Tensor | None
     weight: Tensor
     eps: float
+    quantises: bool = False
 
     @property
     def given(self) -> dict[str, Tensor]:
         """Return the tensors by their names in a launch."""
         there = {} if self.residual is None else {"residual": self.residual}
         return there | {"norm_weight": self.weight}
+
+    def outputs(self, steps: Steps, out: Tensor) -> dict[str, Tensor]:
+        """Allocate what there is beside normalised rows like ``out``: ``residual_out``, and where
+        rows are quantised ``quantised`` and ``quantised_scale``."""
+        found = {"residual_out": steps.empty(tuple(out.shape), out, out.dtype)}
+        if self.quantises:
+            found["quantised"] = steps.empty(tuple(out.shape), out, torch.float8_e4m3fn)
+            scales = (*out.shape[:-1], 1)
+            found["quantised_scale"] = steps.empty(scales, out, torch.float32)
+        return found
 
 
 def check_norm(
@@ -284,6 +297,17 @@ def after(
         if name in plan.copies and name in given:
             outer = steps.do(Tensor.movedim, given[name], dim, 0)
             steps.do(Tensor.copy_, outer, steps.do(Tensor.view, launched[name], outer.shape))
+
+
+def quantise(steps: Steps, outputs: Mapping[str, Tensor]) -> None:
+    """Quantise the normalised rows ``out`` of a call into its other outputs."""
+    steps.do(_quantised, outputs["out"], outputs["quantised"], outputs["quantised_scale"])
+
+
+def _quantised(rows: Tensor, into: Tensor, scales: Tensor) -> None:
+    found, scale = quantised_rows(rows)
+    into.copy_(found)
+    scales.copy_(scale)
 
 
 def normalised(out: Tensor, *rest: Any) -> None:

@@ -105,7 +105,7 @@ class GemmCall(NamedTuple):
             bias=bias,
             out=out,
             gathered=gathered,
-            norm=None if norm is None else Normed(residual, weight, norm.eps),
+            norm=None if norm is None else norm._replace(residual=residual, weight=weight),
             scaled=None if scaled is None else scaled._replace(a=a_scale, b=b_scale),
             prefetch=prefetch,
         )
@@ -195,7 +195,8 @@ class GemmOp:
             validate.vector("bias", bias, n, beside)
             validate.on_device("bias", bias, device)
         if norm is not None:
-            around.check_norm(norm, (*a.shape[:-1], n), beside, wanted, device)
+            like = "a" if scales is None else "the result"
+            around.check_norm(norm, (*a.shape[:-1], n), beside, wanted, device, like=like)
         if call.prefetch is not None:
             check_prefetch(call.prefetch, device)
         lead, whole = self.lead(a, dim, world.size), _whole(a, dim, world.size)
@@ -253,7 +254,8 @@ class GemmOp:
         self, given: GemmCall, steps: Steps | None = None, **execution: Unpack[Execution]
     ) -> Done:
         """Run one call in its group's world. Outputs: ``out``, and ``gathered`` if asked; with a norm
-        ``residual_out``; with scales ``gathered_scale`` beside ``gathered``, as a launch has it."""
+        ``residual_out``, and where that quantises ``quantised`` and ``quantised_scale``; with scales
+        ``gathered_scale`` beside ``gathered``, as a launch has it."""
         world, steps = current(given.group), steps or Steps()
         given = given.plain(self.name)
         known = self.known(world, given, steps.family)
@@ -269,19 +271,22 @@ class GemmOp:
         if bias is not None and plan.bias == "launch":
             tensors["bias"] = bias
         if norm is not None:
-            outputs["residual_out"] = steps.empty(outputs["out"].shape, a, known.dtype)
+            outputs |= norm.outputs(steps, outputs["out"])
         launches_norm = plan.norm is not None and plan.norm.step == "launch"
         if norm is not None and launches_norm:
             tensors |= norm.given
         if scaled is not None:
             tensors |= {"a_scale": scaled.a, "b_scale": scaled.b}
         tensors |= outputs
-        taken = {name: x for name, x in tensors.items() if launches_norm or name != "residual_out"}
+        behind = {"quantised", "quantised_scale"} | (set() if launches_norm else {"residual_out"})
+        taken = {name: x for name, x in tensors.items() if name not in behind}
         launched = around.before(steps, plan, taken, dim)
         if given.prefetch is not None and self.name in known.plans.capabilities.prefetch_ops:
             launched["prefetch"] = given.prefetch
         record = steps.launch(world, plan, launched, **execution)
         around.after(steps, plan, launched, tensors, dim, bias, norm)
+        if norm is not None and norm.quantises:
+            around.quantise(steps, outputs)
         if overwritten:  # autograd may have saved them for a backward, and must hear of it
             increment_version(overwritten)
             steps.wrote(overwritten)

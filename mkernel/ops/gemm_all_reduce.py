@@ -10,6 +10,7 @@ The order of the sum is fixed and it is rounded once, by its owner: every rank h
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -18,11 +19,16 @@ from typing_extensions import TypedDict, Unpack
 
 from mkernel.errors import ArgumentError
 from mkernel.ops import derivatives
-from mkernel.ops.around import EPS, Normed, scaled
+from mkernel.ops.around import EPS, Normed, refuse_gradients, scaled
 from mkernel.ops.gemm import GemmCall, GemmOp, copied_to, traced_outputs
 from mkernel.ops.plain import local
 from mkernel.ops.prefetch import hinted
-from mkernel.ops.quantised import check_quantise, results_of
+from mkernel.ops.quantised import (
+    check_quantise,
+    fake_quantised,
+    normalised_results,
+    results_of,
+)
 from mkernel.ops.registration import called, native_op, ops, register
 from mkernel.ops.steps import Steps
 from mkernel.world.groups import Group
@@ -145,12 +151,14 @@ def gemm_all_reduce(
             once.
         residual: [M, N], or [B, S, N], contiguous, in the dtype of the result, the same on every rank;
             it is not written to. Only beside ``norm_weight``.
-        norm_weight: [N] contiguous, in the dtype of ``a``, the same on every rank. Not beside scales.
+        norm_weight: [N] contiguous, in the dtype of ``a`` (beside scales, of the result), the same on
+            every rank.
         eps: added to the mean of squares; the same on every rank, above 0.
         quantise: ``row``: the normalised rows in e4m3 (``torch.float8_e4m3fn``) with a float32 scale
             each, max|row| / 448, as ``a`` and ``a_scale`` of the next product take them. They are
-            rounded to the dtype of ``a`` before, and quantised by torch behind the launch. Only
-            beside ``norm_weight``, without ``out`` and ``out_dtype``; there are no gradients.
+            rounded to the dtype of ``a`` (beside scales, to bfloat16) before, and quantised by torch
+            behind the launch. Only beside ``norm_weight``, without ``out`` and ``out_dtype``; there are
+            no gradients.
         out: [M, N] contiguous to write to, in memory of its own; allocated where None. In memory of
             :func:`mkernel.empty` kernels write it on every rank without a copy.
         out_dtype: of the result; default: that of ``out``, else that of ``a``; of e4m3 operands
@@ -189,15 +197,21 @@ def gemm_all_reduce(
         if residual is not None:
             raise ArgumentError("norm_weight", None, "a weight, beside residual")
         return OP.result(call)
+    norm = Normed(residual, norm_weight, float(eps), quantise is not None)
     if given is not None:
-        raise ArgumentError("norm_weight", "a tensor", "None, beside scales: normalise the result")
-    rows, new = _normed(call, Normed(residual, norm_weight, float(eps)))
-    return results_of(rows, new, residual, quantise)
+        refuse_gradients(
+            OP.name, a=a, b=b, a_scale=a_scale, b_scale=b_scale, bias=bias, residual=residual,
+            norm_weight=norm_weight, out=out,
+        )  # fmt: skip
+    return results_of(_normed(call._replace(norm=norm)), residual)
 
 
-def _normed(call: GemmCall, norm: Normed) -> tuple[Tensor, Tensor]:
-    """Compute both results, through torch's dispatcher where torch has to see the call."""
+def _normed(call: GemmCall) -> tuple[Tensor, ...]:
+    """Return the normalised rows, quantised ones with their scales, and the new residual; through
+    torch's dispatcher where torch has to see the call."""
     registered, named = called(call.group)
+    norm = call.norm
+    assert norm is not None
     a, b, bias, residual, weight = call.a, call.b, call.bias, norm.residual, norm.weight
     if registered is not ops:
         found = _localised(
@@ -205,18 +219,25 @@ def _normed(call: GemmCall, norm: Normed) -> tuple[Tensor, Tensor]:
             | {"group": call.group}
         )
         a, b, bias, residual, weight = found.values()
-    tensors, out = (a, b, weight, residual, bias), call.out
-    options: dict[str, Any] = {"eps": norm.eps, "out_dtype": call.out_dtype, "chunk": call.chunk}
-    options["prefetch"] = call.prefetch
-    results: tuple[Tensor, Tensor]
-    if out is None:
-        results = registered.gemm_all_reduce_norm(*tensors, **options, group=named)
+    tensors: tuple[Tensor | None, ...] = a, b, weight, residual, bias
+    out, given, op = call.out, call.scaled, registered.gemm_all_reduce_norm
+    options: dict[str, Any] = {"eps": norm.eps, "chunk": call.chunk, "prefetch": call.prefetch}
+    if given is not None:
+        tensors += given.a, given.b
+        options["use_fast_accum"] = given.use_fast_accum
+        op = registered.gemm_all_reduce_norm_scaled
+    results: tuple[Tensor, ...]
+    if norm.quantises:
+        results = registered.gemm_all_reduce_norm_quantised(*tensors, **options, group=named)
+    elif out is None:
+        results = op(*tensors, **options, out_dtype=call.out_dtype, group=named)
     elif traced_outputs(out, *tensors):
         options["out_dtype"] = call.out_dtype or out.dtype
-        normed, new = registered.gemm_all_reduce_norm(*tensors, **options, group=named)
+        normed, new = op(*tensors, **options, group=named)
         results = copied_to("out", out, normed, 0), new
     else:
-        results = _INTO(*tensors, out, **options, group=call.group)
+        options["out_dtype"] = call.out_dtype
+        results = _INTO(*tensors, out=out, **options, group=call.group)
     return results
 
 
@@ -234,29 +255,34 @@ def _kernel(
     norm_weight: Tensor,
     residual: Tensor | None,
     bias: Tensor | None,
+    *,
     eps: float,
-    out_dtype: torch.dtype | None,
     chunk: int | None,
     group: Group,
     steps: Steps,
     out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     prefetch: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    norm = Normed(residual, norm_weight, eps)
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    use_fast_accum: bool = False,
+    quantises: bool = False,
+) -> tuple[Tensor, ...]:
     call = GemmCall(
-        a, b, bias, 0, out, out_dtype, chunk=chunk, norm=norm, prefetch=prefetch, group=group
-    )
-    outputs = OP.call(call, steps).outputs
-    return outputs["out"], outputs["residual_out"]
+        a, b, bias, 0, out, out_dtype, chunk=chunk, prefetch=prefetch, group=group,
+        norm=Normed(residual, norm_weight, eps, quantises),
+        scaled=scaled(a_scale, b_scale, use_fast_accum),
+    )  # fmt: skip
+    return normalised_results(OP.call(call, steps).outputs)
 
 
 _INTO = native_op(
     "gemm_all_reduce_norm_into",
     (
-        "a", "b", "norm_weight", "residual", "bias", "out", "eps", "out_dtype", "chunk", "prefetch",
-        "group",
+        "a", "b", "norm_weight", "residual", "bias", "a_scale", "b_scale", "use_fast_accum", "out",
+        "eps", "out_dtype", "chunk", "prefetch", "group",
     ),
-    (),
+    (None, None, False, None, EPS, None, None, None, None),
     _kernel,
     range_name=OP.name,
     local=_localised,
@@ -269,13 +295,17 @@ def _fake(
     norm_weight: Tensor,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
-    *,
+    *scales: Tensor | None,
     out_dtype: torch.dtype | None = None,
     group: str,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     made = OP.fake(a, b, 0, out_dtype, current(group).size)
     return made, torch.empty_like(made)
+
+
+def _fake_quantised(*given: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return fake_quantised(*_fake(*given, **options))
 
 
 OP.register(derivatives.save_reduce, derivatives.reduce_backward)
@@ -287,6 +317,28 @@ register(
     _fake,
     derivatives.save_norm,
     derivatives.norm_backward,
+    flops=OP.flops,
+    range_name=OP.name,
+    local=_localised,
+)
+register(
+    "gemm_all_reduce_norm_scaled(Tensor a, Tensor b, Tensor norm_weight, Tensor? residual, "
+    "Tensor? bias, Tensor a_scale, Tensor b_scale, *, bool use_fast_accum=False, "
+    "float eps=1e-06, ScalarType? out_dtype=None, int? chunk=None, Tensor? prefetch=None, "
+    "str group) -> (Tensor, Tensor)",
+    _kernel,
+    _fake,
+    flops=OP.flops,
+    range_name=OP.name,
+    local=_localised,
+)
+register(
+    "gemm_all_reduce_norm_quantised(Tensor a, Tensor b, Tensor norm_weight, "
+    "Tensor? residual=None, Tensor? bias=None, Tensor? a_scale=None, Tensor? b_scale=None, *, "
+    "bool use_fast_accum=False, float eps=1e-06, int? chunk=None, Tensor? prefetch=None, "
+    "str group) -> (Tensor, Tensor, Tensor)",
+    partial(_kernel, quantises=True),
+    _fake_quantised,
     flops=OP.flops,
     range_name=OP.name,
     local=_localised,

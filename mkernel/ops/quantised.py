@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor
 
-from mkernel.backends.contracts.scaled import quantised_rows
 from mkernel.errors import ArgumentError
 from mkernel.ops.around import refuse_gradients
 
@@ -28,11 +30,21 @@ def check_quantise(op: str, quantise: object, norm_weight: Tensor | None, **give
     refuse_gradients(op, "where it quantises", norm_weight=norm_weight, **given)
 
 
-def results_of(
-    normed: Tensor, new: Tensor, residual: Tensor | None, quantise: str | None
-) -> Tensor | tuple[Tensor, ...]:
-    """Assemble what an op returns of normalised rows: in e4m3 with their scales where it quantises,
-    and beside a residual the new one."""
-    rows = (normed,) if quantise is None else quantised_rows(normed)
-    found = rows if residual is None else (*rows, new)
-    return found if len(found) > 1 else normed
+def results_of(done: tuple[Tensor, ...], residual: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    """Return what a call with a norm returns, of ``done``, which ends with the new residual: that
+    only beside a residual."""
+    found = done if residual is not None else done[:-1]
+    return found if len(found) > 1 else found[0]
+
+
+def normalised_results(outputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Return a call's normalised rows, in e4m3 with their scales where it quantises, and the new
+    residual."""
+    names = ("quantised", "quantised_scale") if "quantised" in outputs else ("out",)
+    return tuple(outputs[name] for name in (*names, "residual_out"))
+
+
+def fake_quantised(normed: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Make the outputs without data of a call that quantises, from those of one that does not."""
+    scales = normed.new_empty((*normed.shape[:-1], 1), dtype=torch.float32)
+    return torch.empty_like(normed, dtype=torch.float8_e4m3fn), scales, new

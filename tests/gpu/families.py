@@ -161,6 +161,13 @@ NORMED = [
     normed(127, 7168, 264),
     normed(3, 264, 8192, norm="alone", bias=True),
     normed(64, 8192, 4096),
+    *(
+        Shape(REDUCE, m, n, k, "float8_e4m3fn", "column", "fused", out, "row", True, norm=norm)
+        for m, n, k, out, norm in (
+            (1, 4096, 2048, "bfloat16", "residual"),
+            (33, 7168, 272, "float16", "alone"),
+        )
+    ),
 ]
 IN_TWO_WAVES = normed(40, 17416, 264, layout="column")  # behind the kernel
 FEW_AND_OTHERS = [

@@ -108,6 +108,10 @@ MIXED = [
     Shape("all_gather_gemm", 1024, 512, 1024),
     library("gemm_all_reduce", 64, 1024, 512),
     Shape("gemm_reduce_scatter", 1024, 1024, 512),
+    library("gemm_all_reduce", 1, 4096, 512, norm="residual"),
+    library("gemm_all_reduce", 64, 1024, 512, "tensor", norm="residual", bias=True),
+    library("gemm_all_reduce", 1526, 5440, 256, norm="alone", out_dtype="float16"),
+    library("gemm_all_reduce", 1000, 1024, 640, "block", norm="residual", chunk=128),
 ]
 
 

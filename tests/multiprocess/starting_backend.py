@@ -45,7 +45,9 @@ class NativeStarter(ctypes.Structure):
 
 
 NAME = b"mkernel.call_starter.4"
-NAMES = ("a", "b", "bias", "out", "a_scale", "b_scale")
+NAMES = (
+    "a", "b", "bias", "out", "a_scale", "b_scale", "norm_weight", "residual", "residual_out",
+)  # fmt: skip
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -140,7 +142,7 @@ class Starting(Queueing):
             assert [told.addresses[i] for i in range(len(NAMES))] == addresses
             tensors = {name: one for name, one in given.items() if one is not None}
             if "a_scale" in tensors:
-                tensors |= self._scales(**{name: tensors[name] for name in NAMES[-2:]})
+                tensors |= self._scales(tensors["a_scale"], tensors["b_scale"])
             call = replace(
                 template,
                 tensors=tensors,

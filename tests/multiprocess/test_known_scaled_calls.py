@@ -11,7 +11,8 @@ from in_world import DEADLINE_S
 from once import once
 
 import mkernel
-from mkernel.backends.contracts.scaled import dequantised
+from mkernel.backends.contracts.norm import add_and_normalise
+from mkernel.backends.contracts.scaled import dequantised, quantised_rows
 from mkernel.errors import MkernelError
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -111,6 +112,35 @@ def test_scales_of_the_call_before_are_caught(mode: str) -> None:
     for began, errors in in_ranks(repeated, "gemm_all_reduce", mode, True, ranks=2):
         assert began == [False, True, True, True]
         assert max(errors[:2]) < WRONG < min(errors[2:])
+
+
+def normalised(quantise: Any) -> list[tuple[bool, bool]]:
+    """By turn: whether the call began without Python, and whether its results have the bits of the
+    norm of the plain product, and of its rows quantised."""
+    found = []
+    for turn in range(4):
+        of, chance = given(turn), torch.Generator().manual_seed(turn)
+        residual, weight = (
+            torch.randn(*sizes, generator=chance).bfloat16() for sizes in ((M, N), (N,))
+        )
+        out, new = called("gemm_all_reduce", of), torch.empty(M, N).bfloat16()
+        mkernel.synchronize()
+        add_and_normalise(out, [residual], weight, 0.5, out, new)
+        wanted = (out, new) if quantise is None else (*quantised_rows(out), new)
+        before = len(backend().started)
+        norm = {"residual": residual, "norm_weight": weight, "eps": 0.5, "quantise": quantise}
+        results = called("gemm_all_reduce", of, **norm)
+        mkernel.synchronize()
+        bits = [[each.view(torch.uint8) for each in many] for many in (results, wanted)]
+        right = all(map(torch.equal, *bits)) and len(results) == len(wanted)
+        found.append((len(backend().started) > before, right))
+    return found
+
+
+@pytest.mark.parametrize("quantise", [None])
+def test_normalised_products(quantise: Any) -> None:
+    for found in in_ranks(normalised, quantise, ranks=2):
+        assert found == [(turn > 0, True) for turn in range(4)]
 
 
 def written_in_place() -> tuple[int, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -100,14 +101,28 @@ def alike(dtype: torch.dtype, lead: tuple[int, ...]) -> dict[str, Tensor]:
     }
 
 
-def parts(op: str, dtype: torch.dtype, lead: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
-    """The operands of every rank."""
-    if op == "all_reduce":
-        return [(operand("x", rank, *lead, N, dtype=dtype),) for rank in range(RANKS)]
-    return [
-        (operand("a", rank, *lead, K, dtype=dtype), operand("b", rank, K, N, dtype=dtype))
-        for rank in range(RANKS)
-    ]
+def parts(op: str, dtype: torch.dtype, lead: tuple[int, ...]) -> list[dict[str, Tensor]]:
+    """The operands of every rank; with ``scaled`` e4m3 ones with scales."""
+    found = []
+    for rank in range(RANKS):
+        if op == "all_reduce":
+            found.append({"x": operand("x", rank, *lead, N, dtype=dtype)})
+            continue
+        a, b = operand("a", rank, *lead, K, dtype=dtype), operand("b", rank, N, K, dtype=dtype)
+        if op == "scaled":
+            (a, of_a), (b, of_b) = quantised_rows(a), quantised_rows(b)
+            found.append({"a": a, "b": b.t(), "a_scale": of_a, "b_scale": of_b.t()})
+        else:
+            found.append({"a": a, "b": b.t()})
+    return found
+
+
+def term(given: dict[str, Tensor]) -> Tensor:
+    """What a rank adds to the sum."""
+    if "x" in given:
+        return given["x"].double()
+    a, b = given["a"].double(), given["b"].double()
+    return a @ b if "a_scale" not in given else (a * given["a_scale"]) @ (b * given["b_scale"])
 
 
 def called(
@@ -117,15 +132,13 @@ def called(
     given, everyone = alike(dtype, lead), parts(op, dtype, lead)
     if not residual:
         del given["residual"]
-    call = partial(getattr(mkernel, op), eps=EPS, quantise="row")
+    name = "gemm_all_reduce" if op == "scaled" else op
+    call = partial(getattr(mkernel, name), eps=EPS, quantise="row")
     if compiled:
         call = torch.compile(call, fullgraph=True, backend="aot_eager")
-    found = call(*everyone[mkernel.world().rank], **given)
+    found = call(**everyone[mkernel.world().rank], **given)
     quantised, scale = found[:2]
-    terms = [
-        each[0].double() @ each[1].double() if each[1:] else each[0].double() for each in everyone
-    ]
-    total = sum(terms, torch.zeros(()))
+    total = sum(map(term, everyone), torch.zeros(()))
     rounding = TOLERANCE[str(dtype).removeprefix("torch.")] * 4
     if residual:
         total = total + given["residual"].double()
@@ -144,12 +157,16 @@ class TestOnRanks:
     @pytest.mark.parametrize(
         ("lead", "residual", "compiled"), [((M,), False, True), ((2, 3), True, False)]
     )
-    @pytest.mark.parametrize("op", ["all_reduce", "gemm_all_reduce"])
+    @pytest.mark.parametrize("op", ["all_reduce", "gemm_all_reduce", "scaled"])
     def test_a_norm_in_e4m3(
         self, op: str, lead: tuple[int, ...], residual: bool, compiled: bool
     ) -> None:
         bits = on_ranks(called, op, torch.bfloat16, lead, residual, compiled, ranks=RANKS)
         assert all(each == bits[0] for each in bits)
+
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_a_norm_of_e4m3_products(self, compiled: bool) -> None:
+        on_ranks(scaled_and_normalised, compiled, ranks=RANKS)
 
     def test_the_next_product_takes_it(self) -> None:
         on_ranks(fed, ranks=RANKS)
@@ -157,13 +174,28 @@ class TestOnRanks:
 
 def fed() -> None:
     """Rows and scales as the operand of a product whose other one is exact."""
-    (x,), given = (
+    own, given = (
         parts("all_reduce", torch.bfloat16, (M,))[mkernel.world().rank],
         alike(torch.bfloat16, (M,)),
     )
-    quantised, scale, _ = mkernel.all_reduce(x, eps=EPS, quantise="row", **given)
+    quantised, scale, _ = mkernel.all_reduce(own["x"], eps=EPS, quantise="row", **given)
     weight = (torch.arange(N * 16).view(16, N) % 3 - 1).to(torch.float8_e4m3fn).t()
     ones = torch.ones(1, 16)
     found = mkernel.gemm_all_reduce(quantised, weight, a_scale=scale, b_scale=ones)
     truth = RANKS * (quantised.double() * scale.double()) @ weight.double()
     close(found, truth, TOLERANCE["bfloat16"] * 2)
+
+
+def scaled_and_normalised(compiled: bool) -> None:
+    """The norm of a product of e4m3 operands, in 16 bits, into a caller's output and a new one."""
+    given, everyone = alike(torch.bfloat16, (M,)), parts("scaled", torch.bfloat16, (M,))
+    total = sum(map(term, everyone), torch.zeros(())) + given["residual"].double()
+    truth = rms_norm(total, (N,), given["norm_weight"].double(), EPS)
+    call: Any = partial(mkernel.gemm_all_reduce, eps=EPS)
+    if compiled:
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for out in (None, torch.full((M, N), torch.nan).bfloat16()):
+        normed, new = call(**everyone[mkernel.world().rank], **given, out=out)
+        assert out is None or normed.data_ptr() == out.data_ptr()
+        close(normed, truth, TOLERANCE["bfloat16"] * 4)
+        close(new, total, TOLERANCE["bfloat16"] * 4)

@@ -131,6 +131,11 @@ def sum_calls() -> Iterator[Call]:
     one = torch.ones(1)
     for op in OPS:
         yield f"{op}_scaled", (left, right.t(), one, one), {}
+    columns = torch.ones(2 * M).bfloat16()
+    given_all = (left, right.t(), columns, None, None, one, one)
+    yield "gemm_all_reduce_norm_scaled", given_all, {}
+    yield "gemm_all_reduce_norm_quantised", given_all, {}
+    yield "all_reduce_norm_quantised", (residual.detach(), weight.detach()), {}
     yield "all_gather_gemms_scaled", (left, [right.t()], one, [one], []), {}
 
 
@@ -175,7 +180,7 @@ def checked_everywhere(family: Callable[[], Iterator[Call]]) -> dict[str, dict[s
         f"{number}, {name} {options}": checked(
             getattr(torch.ops.mkernel, name),
             arguments,
-            tests=_WITHOUT_SUMS if name.endswith("scaled") else None,
+            tests=_WITHOUT_SUMS if name.endswith(("scaled", "quantised")) else None,
             **options,
         )
         for number, (name, arguments, options) in enumerate(family())

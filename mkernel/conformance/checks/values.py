@@ -126,6 +126,13 @@ def scales(subject: AcceleratorSubject) -> None:
             for more in (each[:1] if subject.quick and size == 1 else each)
         ]
         cases += [
+            _scaled(subject, op, size, mode, _Scaled(results[0], {"m": 33}, {"norm": norm}))
+            for op in ops
+            for mode in claims.scale_modes[:1]
+            for norm in ("residual", "alone")
+            if op == "gemm_all_reduce"
+        ]
+        cases += [
             typical(
                 subject, op, size, {"hidden": 2 * BLOCK, "features": 2 * BLOCK},
                 dtype=E4M3, out_dtype=out, layout="column",

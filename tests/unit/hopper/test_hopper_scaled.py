@@ -34,7 +34,7 @@ from mkernel.backends.contracts import scaled as contract
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import ArgumentError, LayoutError, ShapeError, Unsupported
-from mkernel.plan.arguments import Around
+from mkernel.plan.arguments import Around, Norm
 from mkernel.plan.model import LaunchPlan, Scales
 
 OPS = capabilities.OPS
@@ -53,7 +53,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Any:
 def planned(
     op: str, m: int, n: int, k: int, world: int, mode: Any = "row", *,
     bias: bool = False, chunks: int | None = None, fast: bool = False,
-    scaled_by: str = "library", **options: Any,
+    scaled_by: str = "library", norm: Norm | None = None, **options: Any,
 ) -> LaunchPlan:  # fmt: skip
     """``chunks``: parts of each rank's rows; 0: the whole; None: as planned. ``scaled_by``: products,
     which a kernel takes in the dtype of results."""
@@ -62,7 +62,7 @@ def planned(
         "fused_float32_scale_modes": MODES[:2],
     }  # fmt: skip
     claims = HopperAccelerator().capabilities().model_copy(update=of_a_build_with_kernels)
-    around = Around(bias=bias, scales=Scales(mode=mode, use_fast_accum=fast))
+    around = Around(bias=bias, norm=norm, scales=Scales(mode=mode, use_fast_accum=fast))
     given = {"dtype": "float8_e4m3fn", "b_layout": "column", "capabilities": claims, **options}
     made = gpu_plan(
         HopperAccelerator(), op, world, {"m": m, "n": n, "k": k}, around=around, **given
@@ -219,6 +219,21 @@ def test_sums_in_two_exchanges_go_by_mail(fabric: Any, m: int, mailed: bool) -> 
     assert (how.way, how.by_mail) == ("two_shot", mailed)
     fabric(2)
     executor_of(made).workspace(made)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("m", [1, 64, 512, 4096])
+def test_who_normalises(fabric: Any, m: int, bias: bool) -> None:
+    """The kernel that takes the rows by mail, as rows of 16-bit operands."""
+    norm = Norm(True, 1e-6)
+    made = planned("gemm_all_reduce", m, 1024, 256, 2, path="library", bias=bias, norm=norm)
+    how = made.part(LibrarySchedule)
+    assert how.by_mail
+    assert how.normalises == (not bias and (how.way == "one_shot" or how.product == "bfloat16"))
+    fabric(2)
+    executor_of(made).workspace(made)
+    plain = planned("gemm_all_reduce", m, 1024, 256, 2, path="library", bias=bias)
+    assert not plain.part(LibrarySchedule).normalises
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5])

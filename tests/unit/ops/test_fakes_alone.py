@@ -51,11 +51,17 @@ CALLS: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("gemm_all_reduce", [A, B, BIAS], {}),
     ("gemm_all_reduce_norm", [A, B, BIAS, drawn(2, 6, 8), BIAS], {"eps": 0.1}),
     ("all_reduce", [A.transpose(0, 1)], HALF),
+    ("gemm_all_reduce_norm_quantised", [A, B, BIAS, drawn(2, 6, 8), BIAS], {"eps": 0.1}),
     ("all_reduce_norm", [A, drawn(16)], {}),
+    ("all_reduce_norm_quantised", [A.transpose(0, 1), drawn(16)], {}),
     ("replicated_gemm", [A[0], B], {}),
     ("all_gather_gemm_scaled", [LEFT, RIGHT, ONE, ONE], {}),
     ("gemm_reduce_scatter_scaled", [LEFT, RIGHT, ONE, ONE], {"out_dtype": torch.float32}),
     ("gemm_all_reduce_scaled", [LEFT, RIGHT, ONE, ONE], HALF),
+    ("gemm_all_reduce_norm_scaled",
+     [LEFT, RIGHT, drawn(32).half(), None, None, ONE, ONE], HALF),
+    ("gemm_all_reduce_norm_quantised",
+     [LEFT, RIGHT, drawn(32).bfloat16(), None, None, ONE, ONE], {"use_fast_accum": True}),
     ("all_gather_gemms_scaled", [LEFT, [RIGHT, RIGHT], ONE, [ONE, ONE], []], {}),
     ("moe_dispatch_gemm", [drawn(3, 8), IDS, drawn(2, 8, 6)], {"capacity": 7}),
     ("moe_dispatch_gemm", [drawn(3, 8), IDS, drawn(2, 8, 6)],
@@ -79,7 +85,8 @@ def test_fake_and_real_alike(at: int) -> None:
     # Compilers give the op its operands as they lie in the program, and copy none for another layout.
     assert registration._STRIDES in op.tags
     options = {**options, "group": mkernel.world().name}
-    tests = TESTS[1:] if "scaled" in name else TESTS  # the first multiplies e4m3 as no torch does
+    narrow = any(isinstance(each, Tensor) and each.dtype == E4M3 for each in given)
+    tests = TESTS[1:] if narrow else TESTS  # the first multiplies e4m3 as no torch does
     opcheck(op, tuple(given), options, test_utils=tests)
     with FakeTensorMode() as mode:
         fake = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, given)

@@ -219,6 +219,8 @@ def test_a_registered_op_gives_it_none(alone: World) -> None:
         ("all_reduce_norm", [X, NORM]),
         ("gemm_all_reduce", [X, B]),
         ("gemm_all_reduce_norm", [X, B, NORM]),
+        ("all_reduce_norm_quantised", [X, NORM]),
+        ("gemm_all_reduce_norm_quantised", [X, B, NORM]),
         ("gemm_all_reduce_scaled", [LEFT, RIGHT, ONE, ONE]),
     ],
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mkernel
 from mkernel.backends.contracts.output_memory import is_torchs
-from mkernel.backends.contracts.scaled import dequantised
+from mkernel.backends.contracts.scaled import dequantised, quantised_rows
 from mkernel.ops.all_gather_gemm import OP as GATHER
 from mkernel.ops.around import Scaled, scale_strides
 from mkernel.ops.gemm import GemmCall
@@ -147,6 +147,32 @@ def test_normalised(op: str, dtype: torch.dtype, residual: bool) -> None:
     assert rows.dtype == E4M3
     assert scales.shape == (2, 4, 1)
     assert ((rows.double() * scales - wanted).norm() / wanted.norm()) <= 0.05
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("mode", ["row", "block"])
+def test_normalised_products_of_e4m3(mode: str, residual: bool) -> None:
+    """The same bits as the norm of the product, and as its rows quantised."""
+    a, b = drawn(6, 256).to(E4M3), drawn(136, 256).to(E4M3).t()
+    of_a, of_b = ((6, 1), (136, 1)) if mode == "row" else ((6, 2), (2, 2))
+    scales = {"a_scale": drawn(*of_a).abs(), "b_scale": drawn(*of_b).abs().t()}
+    norm: dict[str, Any] = {"norm_weight": drawn(136).bfloat16(), "eps": 0.25}
+    if residual:
+        norm["residual"] = drawn(6, 136).bfloat16() * 9
+    plain = called("gemm_all_reduce", a, b, **scales)
+    wanted = called("all_reduce", plain, **norm)
+    out = torch.full((6, 136), torch.nan).bfloat16()
+    for given in ({}, {"out": out}):
+        found = called("gemm_all_reduce", a, b, **scales, **norm, **given)
+        for one, right in zip(
+            found if residual else (found,), wanted if residual else (wanted,), strict=True
+        ):
+            assert torch.equal(one, right)
+    normed, *new = wanted if residual else (wanted,)
+    rows, scale, *again = called("gemm_all_reduce", a, b, **scales, **norm, quantise="row")
+    for one, right in zip((rows, scale, *again), (*quantised_rows(normed), *new), strict=True):
+        assert one.dtype == right.dtype
+        assert torch.equal(one.view(torch.uint8), right.view(torch.uint8))
 
 
 def test_eps_has_a_default() -> None:

@@ -13,7 +13,7 @@ from mkernel.backends.accelerators.hopper.collectives import mail
 from mkernel.backends.accelerators.hopper.gemm import parts_tuning
 from mkernel.backends.accelerators.hopper.gemm.parts_tuning import WHOLE, Times
 from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, Way
+from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, ScaledBy, Way
 from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, Prediction
 from mkernel.plan.predict import payloads, prediction
@@ -91,16 +91,23 @@ def _predicted(
     return prediction(*times, start, constants, **both)
 
 
-def library(plan: CommonPart, constants: MachineConstants | None = None) -> LibrarySchedule:
-    """Schedule one product and one collective."""
-    shape, world, product = plan.gemm, plan.world_size, product_dtype(plan)
+def library(
+    plan: CommonPart,
+    constants: MachineConstants | None = None,
+    product: DtypeName | None = None,
+    scaled_by: ScaledBy | None = None,
+) -> LibrarySchedule:
+    """Schedule one product and one collective. ``product``: the dtype of products; None:
+    :func:`product_dtype`."""
+    shape, world, product = plan.gemm, plan.world_size, product or product_dtype(plan)
     summed = plan.op == "gemm_all_reduce" and world > 1
     way = _MACHINE.way(shape, product, world) if summed else None
     mailed = by_mail(plan, product, way, constants)
-    terms = product == plan.dtype or way == "one_shot"
+    terms = product == plan.out_dtype or way == "one_shot"
     normed = plan.norm is not None and plan.bias is None and terms
     return LibrarySchedule(
         product=product,
+        scaled_by=scaled_by,
         way=way,
         by_mail=mailed,
         normalises=mailed and normed and way is not None and mail.keeps_rows(shape, world, way),

@@ -10,10 +10,10 @@ ask for float32 sums take tiles that add every step of K up in float32 (``promot
 from __future__ import annotations
 
 from mkernel.backends.accelerators.hopper.gemm import parts_tuning
-from mkernel.backends.accelerators.hopper.gemm.library_tuning import by_mail
+from mkernel.backends.accelerators.hopper.gemm.library_tuning import library
 from mkernel.backends.accelerators.hopper.gemm.parts_tuning import Times
 from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule, ScaledBy, TilingName
+from mkernel.backends.accelerators.hopper.schedule import ScaledBy, TilingName
 from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, Prediction, Schedule
 from mkernel.plan.predict import payloads, prediction
@@ -88,10 +88,7 @@ def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
     how = scaled_by(plan, -(-rows // chunks) if chunks else plan.gemm.m, cores)
     if chunks:
         return parts_tuning.schedule(plan, chunks, product, how, cores)
-    summed = plan.op == "gemm_all_reduce" and plan.world_size > 1
-    way = _MACHINE.way(plan.gemm, product, plan.world_size) if summed else None
-    mailed = by_mail(plan, product, way, _MACHINE.on_links_of(plan).constants)
-    return LibrarySchedule(product=product, scaled_by=how, way=way, by_mail=mailed)
+    return library(plan, _MACHINE.on_links_of(plan).constants, product, how)
 
 
 def scaled_by(plan: CommonPart, rows: int, cores: int) -> ScaledBy:

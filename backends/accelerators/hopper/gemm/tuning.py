@@ -32,7 +32,7 @@ from mkernel.backends.accelerators.hopper.transfer.engines import Choice, Engine
 from mkernel.plan import paths
 from mkernel.plan.few_rows import cut
 from mkernel.plan.mailed_tiles import tiles
-from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, Schedule, SumShape
+from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, Schedule, SumShape
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.predict import payloads
 from mkernel.plan.request import Scheduled, ScheduleRequest, TooLarge
@@ -115,8 +115,7 @@ def _scheduled(request: ScheduleRequest) -> Scheduled:
     if plan.nodes == 1 and (
         few := paths.few_rows(plan.op, shape, plan.dtype, world, request.constants)
     ):
-        normed = plan.norm is not None and world > 1
-        made = few_rows(shape, plan.dtype, plan.dtype, processors, few, normed)
+        made = few_rows(shape, plan.dtype, plan.dtype, processors, few, _normed(plan))
     elif plan.nodes == 1 and (
         mailed := paths.mailed_tiles(plan.op, shape, plan.dtype, world, request.constants)
     ):
@@ -160,7 +159,7 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     if few is not None:
         assert constants is not None
         return found._replace(
-            schedule=few_rows(shape, plan.dtype, plan.out_dtype, cores, few),
+            schedule=few_rows(shape, plan.dtype, plan.out_dtype, cores, few, _normed(plan)),
             prediction=scaled_tuning.of_few_rows(plan, cores, few, constants),
         )
     k = _up(shape.k, ELEMENT_BYTES)
@@ -408,6 +407,11 @@ def reduce_flags(op: str, rows: int, n: int, world: int, tiling: TilingName) -> 
     height, width = CLUSTER_TILES[tiling]
     blocks = _up(rows, height) * (height // TILE_ROWS) * _up(n, width)
     return (2 if op == "gemm_all_reduce" else 1) * (world - 1) * blocks
+
+
+def _normed(plan: CommonPart) -> bool:
+    """Return whether a kernel that sums rows of several ranks may normalise them."""
+    return plan.norm is not None and plan.world_size > 1
 
 
 def few_rows(
