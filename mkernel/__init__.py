@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         moe_combine,
         moe_dispatch_gemm,
     )
+    from mkernel.ops.moe_dispatch import MoeRows, moe_dispatch
     from mkernel.ops.moe_gemm_combine import moe_gemm_combine
     from mkernel.ops.ring_attention import ring_attention
     from mkernel.ops.symm_mem import (
@@ -82,6 +83,7 @@ __all__ = [
     "MoeDispatch",
     "MoeHandle",
     "MoeQuantisedDispatch",
+    "MoeRows",
     "Settings",
     "Statistics",
     "World",
@@ -105,6 +107,7 @@ __all__ = [
     "is_initialized",
     "launch",
     "moe_combine",
+    "moe_dispatch",
     "moe_dispatch_gemm",
     "moe_gemm_combine",
     "plan",
@@ -122,6 +125,7 @@ HOMES = {
     "MoeDispatch": "mkernel.ops.moe",
     "MoeHandle": "mkernel.ops.moe",
     "MoeQuantisedDispatch": "mkernel.ops.moe",
+    "MoeRows": "mkernel.ops.moe_dispatch",
     "Statistics": "mkernel.world.statistics",
     "World": "mkernel.world.world",
     "all_gather_gemm": "mkernel.ops.all_gather_gemm",
@@ -142,6 +146,7 @@ HOMES = {
     "is_initialized": "mkernel.world.lifecycle",
     "launch": "mkernel.launch",
     "moe_combine": "mkernel.ops.moe",
+    "moe_dispatch": "mkernel.ops.moe_dispatch",
     "moe_dispatch_gemm": "mkernel.ops.moe",
     "moe_gemm_combine": "mkernel.ops.moe_gemm_combine",
     "plan": "mkernel.api",

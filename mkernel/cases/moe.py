@@ -1,4 +1,5 @@
-"""Cases of MoE: dispatch+GEMM followed by the combine, and the combine alone on rows of its own.
+"""Cases of MoE: dispatch+GEMM followed by the combine, the dispatch alone, the combine alone on rows of
+its own.
 
 Option ``routing`` says which experts tokens go to:
   ``uniform``     random, an expert at most once in a token's list
@@ -12,6 +13,7 @@ Option ``routing`` says which experts tokens go to:
   ``empty_ranks`` every second rank has no token, and the experts of the upper half of ranks get none
 Option ``activation`` of a dispatch: as the op takes it; ``features`` is then the width of its outputs.
 Option ``scales``, ``block``: those of e4m3 operands; neighbours' and those of the next call are others.
+Option ``handle`` of the dispatch alone: it uses the routing of one that was called before it.
 Option ``id_dtype``: of ``topk_ids``, ``int64`` (default) or ``int32``. Option ``tensors``: the user's
 whole ``x`` [T·W, H], ``topk_ids`` [T·W, k], ``w`` [E, H, I] and ``topk_weights`` [T·W, k]; tokens are
 cut by rows, experts by their number.
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +44,7 @@ from mkernel.cases.base import (
 )
 from mkernel.ops import moe
 from mkernel.ops.common import Done, Execution
+from mkernel.ops.moe_dispatch import dispatch_rows
 from mkernel.plan.arguments import scale_sizes
 from mkernel.plan.model import sums_of
 
@@ -351,6 +355,67 @@ class MoeDispatchCase(MoeCase):
     def tolerances(self) -> dict[str, float]:
         """Allow one rounding each; counts must be equal."""
         return {"outputs": self.tolerance, "out": self.tolerance}
+
+
+class MoeRowsCase(MoeCase):
+    """The dispatch alone: ``rows`` and the ``scales`` of e4m3 ones, moved and not rounded, and counts.
+
+    Sizes: tokens, hidden, experts, top_k.
+    """
+
+    op = "moe_dispatch"
+
+    def inputs(
+        self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
+    ) -> dict[str, torch.Tensor]:
+        """Return x and topk_ids of ``rank``, and the scales of e4m3 tokens."""
+        x, scales = self._x(rank, iteration), self._x_scales(rank, iteration)
+        return {"x": x, "topk_ids": self._ids(rank, iteration), **scales}
+
+    def _x_scales(self, rank: int, iteration: int) -> dict[str, torch.Tensor]:
+        scales = self.scales_of((iteration, _X_SCALE, rank), self.sizes["tokens"], self._hidden())
+        return {"x_scale": scales[0]} if scales else {}
+
+    def results(self, world_size: int) -> dict[str, Memory]:
+        """Return that of rows; counts and scales are small."""
+        rows = self.sizes["tokens"] * self.sizes["top_k"]
+        return {"rows": ((rows, self._hidden()), getattr(torch, self.out_dtype))}
+
+    def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
+        """Call the dispatch; with the option, after one of other tokens for its handle."""
+        x, ids, experts = tensors["x"], tensors["topk_ids"], self.sizes["experts"]
+        call = partial(
+            dispatch_rows, topk_ids=ids, x_scale=tensors.get("x_scale"), num_experts=experts,
+            chunk=self.chunk,
+        )  # fmt: skip
+        handle = {}
+        if self.options.get("handle"):
+            first = call(x.flip(0), wait=execution["wait"])
+            handle = first.outputs["handle"]._asdict()
+        sent = call(x, **handle, **execution)
+        found = {name: each for name, each in sent.outputs.items() if name != "handle"}
+        return Outcome(found, sent.plan, sent.record)
+
+    def reference(
+        self, rank: int, world_size: int, iteration: int, rows: Rows = every_row, onto: Onto = None
+    ) -> dict[str, torch.Tensor]:
+        """Compute rows [R, H], counts [E/W] int64, and scales [R, H / 128] of e4m3 rows."""
+        source, token, _, counts = self._rows(rank, world_size, iteration)
+        at, columns, everyone = rows(len(source)), onto and onto(self._hidden()), range(world_size)
+        x = torch.stack([times(self._x(each, iteration).double(), columns) for each in everyone])
+        found = {"rows": x[source[at], token[at]], "counts": counts}
+        if self.options.get("scales") is not None:
+            scales = [self._x_scales(each, iteration)["x_scale"] for each in everyone]
+            found["scales"] = torch.stack(scales)[source, token]
+        return found
+
+    def projects(self, names: Collection[str]) -> bool:
+        """Return True: rows are moved alone."""
+        return True
+
+    def tolerances(self) -> dict[str, float]:
+        """Allow what float64 loses where rows are compared by their products with columns."""
+        return {"rows": 1e-12}
 
 
 def gated(both: torch.Tensor) -> torch.Tensor:

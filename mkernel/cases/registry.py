@@ -7,7 +7,7 @@ from mkernel.cases.attention import RingAttentionCase
 from mkernel.cases.attention_backward import RingAttentionBackwardCase
 from mkernel.cases.base import Case
 from mkernel.cases.gemm import AllGatherGemmCase, GemmAllReduceCase, GemmReduceScatterCase
-from mkernel.cases.moe import MoeCombineCase, MoeDispatchCase
+from mkernel.cases.moe import MoeCombineCase, MoeDispatchCase, MoeRowsCase
 from mkernel.cases.moe_gemm_combine import MoeGemmCombineCase
 from mkernel.cases.moe_layer import MoeLayerCase
 from mkernel.errors import UnknownOp
@@ -20,6 +20,7 @@ _CASES: dict[str, type[Case]] = {
         GemmAllReduceCase,
         AllReduceCase,
         MoeDispatchCase,
+        MoeRowsCase,
         MoeCombineCase,
         MoeGemmCombineCase,
         MoeLayerCase,

@@ -38,7 +38,7 @@ from mkernel.world.world import World
 
 OP = "moe_dispatch_gemm"
 _OPERANDS = ("x", "w")
-_ID_DTYPES = (torch.int32, torch.int64)
+ID_DTYPES = (torch.int32, torch.int64)
 
 
 class MoeHandle(NamedTuple):
@@ -89,7 +89,8 @@ def _expect_shapes(x: Tensor, topk_ids: Tensor, w: Tensor, activation: str | Non
         raise ShapeError("w", validate.describe(w), f"[E/W, H, 2I], of activation={activation!r}")
 
 
-def _expect_experts(topk_ids: Tensor, experts: int) -> None:
+def expect_experts(topk_ids: Tensor, experts: int) -> None:
+    """Raise ArgumentError for a number that is no expert's, nor -1."""
     low, high = int(topk_ids.min()), int(topk_ids.max())
     if low < -1 or high >= experts:
         wrong = low if low < -1 else high
@@ -102,12 +103,21 @@ def _features(w: Tensor, activation: str | None) -> int:
     return w.shape[2] if activation is None else w.shape[2] // 2
 
 
-def _routing_words(world: World, places: Tensor, experts: int) -> int:
+def routing_words(world: World, places: Tensor, experts: int) -> int:
     """Count the words of a routing: the accelerator's, and one that names the world. ``places``: any
     tensor [T, k]."""
     tokens, top_k = places.shape
     accelerator = world.engine("moe_dispatch_gemm").accelerator
     return accelerator.routing_words(world.size, tokens, top_k, experts) + 1
+
+
+def new_routing(steps: Steps, world: World, topk_ids: Tensor, experts: int) -> Tensor:
+    """Return memory for a routing, which has the world's mark."""
+    words = routing_words(world, topk_ids, experts)
+    routing = steps.empty((words,), topk_ids, torch.int32)
+    last = steps.do(Tensor.narrow, routing, 0, words - 1, 1)
+    steps.do(Tensor.fill_, last, mark(world))  # by a kernel, which graphs capture
+    return routing
 
 
 @untraced
@@ -141,13 +151,13 @@ def dispatch(
     around = check_experts(OP, _OPERANDS, (x, w, x_scale, w_scale), device)
     kind = out_dtype or default_results(x)
     dtype, out_name = dtypes(_OPERANDS, x, w, kind, around, capabilities)
-    if topk_ids.dtype not in _ID_DTYPES:
+    if topk_ids.dtype not in ID_DTYPES:
         raise DtypeError("topk_ids.dtype", topk_ids.dtype, "torch.int32 or torch.int64")
     if capacity is not None:
         check_integer(ArgumentError, "capacity", capacity, MAX_DIMENSION)
     experts = w.shape[0] * world.size
     if topk_ids.device.type == "cpu":  # elsewhere looking would stall the stream
-        steps.do(_expect_experts, topk_ids, experts)
+        steps.do(expect_experts, topk_ids, experts)
     plan = plan_for(
         world,
         "moe_dispatch_gemm",
@@ -166,10 +176,7 @@ def dispatch(
         around=around,
         chunk=chunk,
     )
-    words = _routing_words(world, topk_ids, experts)
-    routing = steps.empty((words,), x, torch.int32)
-    last = steps.do(Tensor.narrow, routing, 0, words - 1, 1)
-    steps.do(Tensor.fill_, last, mark(world))  # by a kernel, which graphs capture
+    routing = new_routing(steps, world, topk_ids, experts)
     tensors = {"x": x, "topk_ids": topk_ids, "w": w, "routing": routing}
     tensors |= packed(steps, _OPERANDS, x_scale, w_scale)
     record = steps.launch(world, plan, tensors, **execution)
@@ -326,7 +333,7 @@ def combine(
 def expect_handle(handle: object) -> None:
     """Raise ArgumentError if it is not what a dispatch returned."""
     if not isinstance(handle, MoeHandle):
-        raise ArgumentError("handle", type(handle).__name__, "what moe_dispatch_gemm returned")
+        raise ArgumentError("handle", type(handle).__name__, "the handle of a dispatch")
 
 
 def check_routed(
@@ -346,23 +353,34 @@ def check_routed(
     if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.shape[1] == 0:
         raise ShapeError(name, validate.describe(rows), "[R, D] with D of at least 1")
     validate.matrix("topk_weights", topk_weights)
-    names = (name, "handle.counts", "handle.routing", "topk_weights")
-    for each, tensor in zip(names, (rows, counts, routing, topk_weights), strict=True):
+    for each, tensor in ((name, rows), ("topk_weights", topk_weights)):
         validate.on_device(each, tensor, device)
     validate.row_major(name, rows)
     if not topk_weights.dtype.is_floating_point:
         raise DtypeError("topk_weights.dtype", topk_weights.dtype, "a floating-point dtype")
+    experts = check_handle(steps, world, "topk_weights", topk_weights, counts, routing)
+    steps.do(_expect_as_many, name, rows, routing, world.name)
+    return experts
+
+
+def check_handle(
+    steps: Steps, world: World, name: str, places: Tensor, counts: Tensor, routing: Tensor
+) -> int:
+    """Check that ``counts`` and ``routing`` are the handle of a dispatch of this world, of as many
+    tokens and slots as ``places`` [T, k] has, the argument of that name; return the number of experts
+    of all ranks. Raises as :func:`moe_combine`."""
+    for each, tensor in (("handle.counts", counts), ("handle.routing", routing)):
+        validate.on_device(each, tensor, world.accelerator.device)
     experts = counts.numel() * world.size
-    words = _routing_words(world, topk_weights, experts)
+    words = routing_words(world, places, experts)
     if tuple(routing.shape) != (words,) or routing.dtype != torch.int32:
         raise ShapeError(
-            "topk_weights",
-            validate.describe(topk_weights),
+            name,
+            validate.describe(places),
             f"[T, k] of the dispatch, whose handle has {validate.describe(routing)}",
             why=f"that would be {words} words on {world.size} ranks",
         )
     steps.do(_expect_own, routing, mark(world), world.name)
-    steps.do(_expect_rows, name, rows, routing, world.name)
     return experts
 
 
@@ -371,16 +389,21 @@ def _expect_own(routing: Tensor, own: int, world: str) -> None:
         raise ArgumentError(
             "handle",
             "of another world",
-            f"one of this world's moe_dispatch_gemm ({world!r}); pass the dispatch's group",
+            f"one of this world's dispatches ({world!r}); pass the dispatch's group",
         )
 
 
-def _expect_rows(name: str, rows: Tensor, routing: Tensor, world: str) -> None:
-    accelerator = current(world).engine("moe_dispatch_gemm").accelerator
-    dispatched = accelerator.dispatched_rows(routing)
+def _expect_as_many(name: str, rows: Tensor, routing: Tensor, world: str) -> None:
+    dispatched = dispatched_rows(routing, world)
     if dispatched is not None and len(rows) != dispatched:
         legal = f"[{dispatched}, D], a row for each that the dispatch gave"
         raise ShapeError(name, validate.describe(rows), legal)
+
+
+def dispatched_rows(routing: Tensor, world: str) -> int | None:
+    """Return the rows of the outputs of the dispatch that made these words; None: only the device
+    knows."""
+    return current(world).engine("moe_dispatch_gemm").accelerator.dispatched_rows(routing)
 
 
 def moe_combine(
@@ -474,7 +497,7 @@ def _dispatch_fake(
     _expect_shapes(x, topk_ids, w, activation)
     rows = torch.library.get_ctx().new_dynamic_size() if capacity is None else capacity
     experts = len(w)
-    words = _routing_words(world, topk_ids, experts * world.size)
+    words = routing_words(world, topk_ids, experts * world.size)
     return (
         x.new_empty((rows, _features(w, activation)), dtype=out_dtype or x.dtype),
         x.new_empty(experts, dtype=torch.int64),

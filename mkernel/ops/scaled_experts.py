@@ -16,7 +16,7 @@ from mkernel.plan.arguments import NOTHING, RESULTS, Around, scale_sizes
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import BLOCK, E4M3, DtypeName, Scales
 
-_QUANTISED = (torch.float16, torch.bfloat16)
+QUANTISED = (torch.float16, torch.bfloat16)
 
 
 def check_experts(
@@ -47,7 +47,7 @@ def check_experts(
     if w.dtype != torch.float8_e4m3fn:
         legal = f"torch.float8_e4m3fn, beside {scale_names[1]}"
         raise DtypeError(f"{names[1]}.dtype", w.dtype, legal)
-    if of_rows is None and rows.dtype not in _QUANTISED:
+    if of_rows is None and rows.dtype not in QUANTISED:
         legal = "torch.float16 or torch.bfloat16, which are quantised; or e4m3 beside its scales"
         raise DtypeError(f"{names[0]}.dtype", rows.dtype, legal)
     if of_rows is not None and rows.dtype != torch.float8_e4m3fn:

@@ -102,13 +102,13 @@ def copied(strides: Mapping[str, Strides], pitched: Collection[str]) -> tuple[Co
 MAX_RANKS = 131072
 """The largest world that is planned."""
 
-_NOTHING_TO_SHARE: tuple[str, ...] = ("moe_dispatch_gemm", *COMPANIONS)
+_NOTHING_TO_SHARE: tuple[str, ...] = ("moe_dispatch", "moe_dispatch_gemm", *COMPANIONS)
 """Ops that exchange separate rows between every pair of ranks, so no message serves a whole
 node."""
 
 
 _GEMMS: tuple[OpName, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-_WITHOUT_B: tuple[str, ...] = ("all_reduce", "moe_combine", "ring_attention")
+_WITHOUT_B: tuple[str, ...] = ("all_reduce", "moe_dispatch", "moe_combine", "ring_attention")
 _EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 _PATHS: tuple[PathChoice, ...] = get_args(PathChoice)
 _DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)
@@ -236,9 +236,9 @@ def check_layout(
 
 RESULTS: tuple[DtypeName, ...] = ("bfloat16", "float16", "float32")
 """Dtypes of results of e4m3 operands, the default first."""
-SCALED_EXPERTS: tuple[OpName, ...] = ("moe_dispatch_gemm", "moe_gemm_combine")
-"""MoE ops that take e4m3 operands. Results of the first may be e4m3 too: the launch quantises them by
-rows and blocks, from float32."""
+SCALED_EXPERTS: tuple[OpName, ...] = ("moe_dispatch", "moe_dispatch_gemm", "moe_gemm_combine")
+"""MoE ops that take e4m3 operands. Results of a dispatch are e4m3 too, and those of dispatch+GEMM may
+be: the launch quantises them by rows and blocks, from float32."""
 
 
 def scale_sizes(
@@ -296,12 +296,12 @@ def check_scales(
         raise ArgumentError(
             "use_fast_accum", True, "False: sums of products with scales by blocks are float32"
         )
-    quantised = op == "moe_dispatch_gemm" and out_dtype == E4M3
+    quantised = op in ("moe_dispatch", "moe_dispatch_gemm") and out_dtype == E4M3
     if out_dtype is not None and out_dtype not in RESULTS and not quantised:
         raise DtypeError(
             "out_dtype", repr(out_dtype), f"one of: {', '.join(RESULTS)}", why="operands are e4m3"
         )
-    if layout != "column":
+    if layout != "column" and op not in _WITHOUT_B:
         raise LayoutError(
             "w" if experts else "b",
             "row-major",

@@ -107,6 +107,8 @@ class AcceleratorCapabilities(Model):
     """Says that the routing words of its MoE handles begin with the ids of all ranks' tokens and
     end with the rows of the outputs. Such backends read each other's handles: an op that reads one
     may run on another backend than the dispatch."""
+    reuses_routing: bool = False
+    """Says that a dispatch without a product takes the routing of an earlier dispatch."""
     kinds: tuple[KindName, ...] = ()
     """Kinds of devices that the backend runs on; empty: any."""
     architectures: tuple[str, ...] = ()

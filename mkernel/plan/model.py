@@ -124,6 +124,7 @@ OpName = Literal[
     "all_reduce",
     "gemm_reduce_scatter",
     "gemm_all_reduce",
+    "moe_dispatch",
     "moe_dispatch_gemm",
     "moe_combine",
     "moe_gemm_combine",
@@ -179,6 +180,20 @@ class MoeShape(Model):
         return self.features if self.activation is None else 2 * self.features
 
 
+class DispatchShape(Model):
+    """Sizes of a dispatch without a product: ``tokens`` [tokens, hidden] on each rank go to ``top_k``
+    of ``experts`` (all ranks together), and results are these rows. ``capacity``: as of
+    :class:`MoeShape`. ``routed``: an earlier dispatch's routing is used again, so no ids travel."""
+
+    kind: Literal["dispatch"] = "dispatch"
+    tokens: int = Field(ge=1)
+    hidden: int = Field(ge=1)
+    experts: int = Field(ge=1)
+    top_k: int = Field(ge=1)
+    capacity: int | None = Field(None, ge=1)
+    routed: bool = False
+
+
 class CombineShape(Model):
     """Sizes of a combine: results [rows, features] of experts go home to ``tokens`` on each
     rank."""
@@ -222,7 +237,13 @@ class AttentionShape(Model):
 
 
 Shape = Annotated[
-    GemmShape | SumShape | MoeShape | CombineShape | GemmCombineShape | AttentionShape,
+    GemmShape
+    | SumShape
+    | MoeShape
+    | DispatchShape
+    | CombineShape
+    | GemmCombineShape
+    | AttentionShape,
     Field(discriminator="kind"),
 ]
 

@@ -22,6 +22,7 @@ OPS: tuple[OpName, ...] = (
     "all_reduce",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
+    "moe_dispatch",
     "moe_dispatch_gemm",
     "ring_attention",
 )
@@ -43,6 +44,7 @@ _FORWARD: dict[str, OpName] = {backward: forward for forward, backward in BACKWA
 
 READS_OF: dict[str, OpName] = dict.fromkeys(
     (
+        "moe_dispatch",
         "moe_combine",
         "moe_gemm_combine",
         "moe_dispatch_backward",
@@ -51,8 +53,8 @@ READS_OF: dict[str, OpName] = dict.fromkeys(
     ),
     "moe_dispatch_gemm",
 )
-"""Ops that read what another op's call left in words of its accelerator's own, so both run on the
-same accelerator."""
+"""Ops that read what another op's call left in words of its accelerator's own, or leave such words
+for the same readers, so all run on the same accelerator."""
 
 
 def forward(op: str) -> str:

@@ -29,6 +29,7 @@ from mkernel.plan.model import (
     E4M3,
     BiasStep,
     CommonPart,
+    DispatchShape,
     GemmCombineShape,
     GemmShape,
     LaunchPlan,
@@ -221,6 +222,7 @@ class Plans:
         default = "float32" if claims.mixed_dtypes and name in GEMMS else self.dtype
         if scales is not None:
             default = next(one for one in RESULTS if one in claims.out_dtypes)
+            default = E4M3 if name == "moe_dispatch" else default
         quantised = (E4M3,) if experts else ()
         self.out_dtype = arguments.check_dtype(
             "out_dtype", out_dtype or default, (*claims.out_dtypes, *quantised), accelerator
@@ -281,9 +283,9 @@ class Plans:
         if isinstance(shape, GemmShape):
             columns = shape.n
             check_blocks(around.scales, "k", shape.k)
-        elif isinstance(shape, MoeShape):
+        elif isinstance(shape, MoeShape | DispatchShape):
             check_blocks(around.scales, "hidden", shape.hidden)
-            if self.out_dtype == E4M3:
+            if self.out_dtype == E4M3 and isinstance(shape, MoeShape):
                 check_blocks(around.scales, "features", shape.features)
         elif isinstance(shape, GemmCombineShape):
             check_blocks(around.scales, "features", shape.features)

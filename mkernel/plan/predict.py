@@ -12,6 +12,7 @@ from mkernel.plan.model import (
     AttentionShape,
     CombineShape,
     CommonPart,
+    DispatchShape,
     DtypeName,
     GemmCombineShape,
     GemmShape,
@@ -108,12 +109,13 @@ def work(shape: Shape, world: int) -> float:
         return 2.0 * shape.m * shape.n * shape.k
     if isinstance(shape, SumShape):  # each rank adds up its share
         return float(shape.m) * shape.n
-    if isinstance(shape, MoeShape):
-        return 2.0 * shape.tokens * shape.top_k * shape.hidden * shape.columns
-    if isinstance(shape, GemmCombineShape):
-        return 2.0 * shape.tokens * shape.top_k * shape.hidden * shape.features
+    if isinstance(shape, MoeShape | GemmCombineShape):
+        columns = shape.columns if isinstance(shape, MoeShape) else shape.features
+        return 2.0 * shape.tokens * shape.top_k * shape.hidden * columns
     if isinstance(shape, CombineShape):
         return 2.0 * shape.tokens * shape.top_k * shape.features
+    if isinstance(shape, DispatchShape):  # rows are moved alone
+        return 0.0
     own = shape.sequence / world
     whole = 4.0 * shape.batch * shape.heads * own * shape.sequence * shape.head_dim
     return whole / 2 if shape.causal else whole
@@ -190,7 +192,7 @@ def payloads(
     # A token goes once to each rank that has experts of it.
     once = wanted(shape.experts, shape.top_k, world, routing)
     rows, by_slot = once, shape.top_k / world
-    if isinstance(shape, MoeShape):
+    if isinstance(shape, MoeShape | DispatchShape):
         width, size = shape.hidden, size + back
         if dtype == E4M3:  # each block's scale goes with it
             size += DTYPE_BYTES["float32"] / BLOCK

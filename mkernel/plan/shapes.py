@@ -15,6 +15,7 @@ from mkernel.plan.model import (
     DTYPE_BYTES,
     AttentionShape,
     CombineShape,
+    DispatchShape,
     DtypeName,
     GemmCombineShape,
     GemmShape,
@@ -36,12 +37,21 @@ MAX_DIMENSION = 2**31 - 1
 
 SHAPES: dict[
     str,
-    type[GemmShape | SumShape | MoeShape | CombineShape | GemmCombineShape | AttentionShape],
+    type[
+        GemmShape
+        | SumShape
+        | MoeShape
+        | DispatchShape
+        | CombineShape
+        | GemmCombineShape
+        | AttentionShape
+    ],
 ] = {
     "all_gather_gemm": GemmShape,
     "gemm_reduce_scatter": GemmShape,
     "gemm_all_reduce": GemmShape,
     "all_reduce": SumShape,
+    "moe_dispatch": DispatchShape,
     "moe_dispatch_gemm": MoeShape,
     "moe_combine": CombineShape,
     "moe_gemm_combine": GemmCombineShape,
@@ -55,6 +65,7 @@ DEFAULT_SIZES: dict[str, dict[str, int]] = {
     "gemm_reduce_scatter": {"m": 2048, "n": 1024, "k": 512},
     "gemm_all_reduce": {"m": 2048, "n": 1024, "k": 512},
     "all_reduce": {"m": 2048, "n": 1024},
+    "moe_dispatch": {"tokens": 512, "hidden": 512, "experts": 24, "top_k": 4},
     "moe_dispatch_gemm": {
         "tokens": 512,
         "hidden": 512,
@@ -88,7 +99,7 @@ def sizes_or_defaults(op: str, given: dict[str, int | bool | None]) -> dict[str,
     return {**DEFAULT_SIZES[forward(op)], **chosen}
 
 
-_NO_SIZES = ("kind", "activation", "capacity", "documents", "layout", "partial_dtype")
+_NO_SIZES = ("kind", "activation", "capacity", "documents", "layout", "partial_dtype", "routed")
 """Fields of shapes that are options of a call, not sizes of its tensors."""
 
 
@@ -250,7 +261,7 @@ def _check_gemm(
 
 def _check_experts(
     op: str,
-    shape: MoeShape | CombineShape | GemmCombineShape,
+    shape: MoeShape | DispatchShape | CombineShape | GemmCombineShape,
     world: int,
     dtype: DtypeName,
     out_dtype: DtypeName,
@@ -259,6 +270,14 @@ def _check_experts(
     _check_multiple("experts", shape.experts, world, "the number of ranks")
     if shape.top_k > shape.experts:
         raise ShapeError("top_k", shape.top_k, f"at most {shape.experts}, the number of experts")
+    if isinstance(shape, DispatchShape):
+        _check_aligned("hidden", shape.hidden, dtype, capabilities)
+        if out_dtype != dtype:
+            raise DtypeError("out_dtype", repr(out_dtype), f"{dtype!r}: rows come as they are sent")
+        if shape.routed and not capabilities.reuses_routing:
+            why = "this accelerator exchanges ids in each dispatch"
+            raise ArgumentError("handle", "of an earlier dispatch", f"None: {why}")
+        return
     _check_aligned("features", shape.features, _narrow(dtype, out_dtype), capabilities)
     if isinstance(shape, MoeShape):
         _check_aligned("hidden", shape.hidden, dtype, capabilities)

@@ -16,8 +16,10 @@ from mkernel.errors import ArgumentError, DtypeError, LayoutError, PlanMismatch,
 from mkernel.plan.arguments import rows_of, scale_sizes
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import (
+    BLOCK,
     AttentionShape,
     CommonPart,
+    DispatchShape,
     GemmCombineShape,
     GemmShape,
     LaunchPlan,
@@ -139,17 +141,22 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
             "grad_v": keys,
         }
     places = (shape.tokens, shape.top_k)
-    if isinstance(shape, MoeShape):
-        weights = (shape.experts // world, shape.hidden, shape.columns)
-        return _of_experts(plan, "x", shape.tokens, "w", weights) | {
+    if isinstance(shape, MoeShape | DispatchShape):
+        tokens = {
             "x": _Planned((shape.tokens, shape.hidden), _rows_of_experts(plan)),
+            "x_scale": _Planned((shape.tokens, shape.hidden // BLOCK), ("float32",)),
             "topk_ids": _Planned(places, ("int32", "int64")),
-            "w": _Planned(weights, given, stored=True),
             "routing": _Planned((None,), ("int32",)),
-            "grad_outputs": _Planned((shape.capacity, shape.features), result),
-            "grad_x": _Planned((shape.tokens, shape.hidden), given),
-            "grad_w": _Planned(weights, given, stored=True),
         }
+        if isinstance(shape, MoeShape):
+            weights = (shape.experts // world, shape.hidden, shape.columns)
+            tokens |= _of_experts(plan, "x", shape.tokens, "w", weights) | {
+                "w": _Planned(weights, given, stored=True),
+                "grad_outputs": _Planned((shape.capacity, shape.features), result),
+                "grad_x": _Planned((shape.tokens, shape.hidden), given),
+                "grad_w": _Planned(weights, given, stored=True),
+            }
+        return tokens
     if isinstance(shape, GemmCombineShape):
         weights = (shape.experts // world, shape.features, shape.hidden)
         return _of_experts(plan, "h", None, "w2", weights) | {

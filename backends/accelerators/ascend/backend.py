@@ -50,6 +50,7 @@ _OPS = {
     "all_gather_gemm": "gemm:GemmOp",
     "gemm_reduce_scatter": "gemm:GemmOp",
     "gemm_all_reduce": "gemm:GemmOp",
+    "moe_dispatch": "moe:MoeRowsOp",
     "moe_dispatch_gemm": "moe:MoeDispatchOp",
     "moe_combine": "moe:MoeCombineOp",
     "ring_attention": "ring_attention:RingAttentionOp",

@@ -1,5 +1,5 @@
-"""MoE dispatch+GEMM and its combine. A call keeps its routing in an int32 tensor of tables
-(``kernels/moe/routing.hpp``), of which the combine gets those of the routing."""
+"""MoE dispatch, with a product and without, and its combine. A call keeps its routing in an int32
+tensor of tables (``kernels/moe/routing.hpp``), of which the combine gets those of the routing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES, Blocks, Prepar
 from mkernel.backends.accelerators.ascend.schedule import CombineSchedule, DispatchSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import CapacityExceeded
-from mkernel.plan.model import CombineShape, LaunchPlan, MoeShape
+from mkernel.plan.model import CombineShape, DispatchShape, LaunchPlan, MoeShape
 from mkernel.plan.pipeline import Tiling
 from mkernel.plan.standard import tiling
 
@@ -64,8 +64,7 @@ class MoeDispatchOp:
         assert isinstance(shape, MoeShape)
         experts = shape.experts // plan.world_size
         by_rows = plan.b_layout == "row"
-        x, ids, w, routing = (call.tensors[name] for name in ("x", "topk_ids", "w", "routing"))
-        kept = table_words(plan.world_size, shape.tokens, shape.top_k, shape.experts)
+        x, ids, w = (call.tensors[name] for name in ("x", "topk_ids", "w"))
         dense("x", x, (shape.tokens, shape.hidden), plan.dtype)
         dense("topk_ids", ids, (shape.tokens, shape.top_k), "int32", "int64")
         stored = w if by_rows else w.transpose(1, 2)
@@ -91,18 +90,8 @@ class MoeDispatchOp:
         )
 
         def finish(_: torch.Tensor = grouped) -> Mapping[str, Any]:
-            base = tables[: experts + 1].to(torch.int64)
-            rows, height = int(base[-1]), shape.capacity
-            if height is None:
-                height = rows
-            if rows > height:
-                raise CapacityExceeded(call.rank, rows, height)
-            routing[:kept] = tables[:kept]
-            routing[kept] = height
-            found = outputs[:rows] if height == rows else outputs.new_zeros(height, shape.features)
-            if height > rows:
-                found[:rows] = outputs[:rows]
-            return {"outputs": found, "counts": base.diff()}
+            found, counts = _finished(call, tables, outputs)
+            return {"outputs": found, "counts": counts}
 
         return Prepared(kernels, finish)
 
@@ -112,6 +101,77 @@ class MoeDispatchOp:
         ``finish`` returns as ``routing``."""
         given = (balanced_ids(plan) if ids is None else ids).contiguous()
         return _recorded(plan, rank, self.geometry(plan), given)
+
+
+class MoeRowsOp:
+    """The op ``moe_dispatch``, whose rows are those that a dispatch would multiply: it has no features,
+    so no cube core works."""
+
+    def geometry(self, plan: LaunchPlan) -> _ascend.MoeDispatchGeometry:
+        """Return the kernels' geometry. ValueError for rows that the on-chip buffers cannot hold."""
+        shape, how = plan.shape, plan.part(CombineSchedule)
+        assert isinstance(shape, DispatchShape)
+        return _dispatch_geometry(plan, shape.hidden, how.rows_per_chunk, tiling(plan.dtype))
+
+    def blocks(self, plan: LaunchPlan) -> Blocks:
+        """Return the cores: vector cores send, build tables and spread tokens."""
+        how = plan.part(CombineSchedule)
+        return Blocks(comm=how.comm_cores, cube=0, vector=how.vector_cores)
+
+    def prepare(self, call: Call) -> Prepared:
+        """Build the kernels of a call, which returns ``rows`` [R, H] and ``counts`` [E/W] int64 and
+        fills ``routing`` for the combine."""
+        plan, geometry, shape = call.plan, self.geometry(call.plan), _shape(call.plan)
+        x, ids = (call.tensors[name] for name in ("x", "topk_ids"))
+        dense("x", x, (shape.tokens, geometry.hidden), plan.dtype)
+        dense("topk_ids", ids, (shape.tokens, shape.top_k), "int32", "int64")
+        grouped = torch.empty((geometry.most_rows, geometry.hidden), dtype=x.dtype, device="cpu")
+        tables = torch.empty(geometry.table_words, dtype=torch.int32, device="cpu")
+        kernels = native().moe_dispatch(
+            geometry=geometry,
+            x=x.data_ptr(),
+            topk_ids=(ids.data_ptr(), ids.element_size() // 4),
+            w=(0, 0, 1),
+            grouped=grouped.data_ptr(),
+            out=0,
+            out_dtype=plan.out_dtype,
+            tables=tables.data_ptr(),
+            routing=0,
+            order=list(plan.order("node")[call.rank]),
+        )
+
+        def finish() -> Mapping[str, Any]:
+            rows, counts = _finished(call, tables, grouped)
+            return {"rows": rows, "counts": counts}
+
+        return Prepared(kernels, finish)
+
+    def record(self, plan: LaunchPlan, rank: int, ids: torch.Tensor | None = None) -> Prepared:
+        """Build the kernels without tensors, as :meth:`MoeDispatchOp.record` does."""
+        given = (balanced_ids(plan) if ids is None else ids).contiguous()
+        return _recorded(plan, rank, self.geometry(plan), given)
+
+
+def _finished(
+    call: Call, tables: torch.Tensor, results: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill a dispatch's ``routing`` from its tables; return the first of ``results``, as many as the
+    routing or the capacity gives, and counts. CapacityExceeded."""
+    shape, routing = call.plan.shape, call.tensors["routing"]
+    assert isinstance(shape, MoeShape | DispatchShape)
+    world = call.plan.world_size
+    kept = table_words(world, shape.tokens, shape.top_k, shape.experts)
+    base = tables[: shape.experts // world + 1].to(torch.int64)
+    rows = int(base[-1])
+    height = rows if shape.capacity is None else shape.capacity
+    if rows > height:
+        raise CapacityExceeded(call.rank, rows, height)
+    routing[:kept] = tables[:kept]
+    routing[kept] = height
+    found = results[:rows] if height == rows else results.new_zeros(height, results.shape[1])
+    if height > rows:
+        found[:rows] = results[:rows]
+    return found, base.diff()
 
 
 class MoeCombineOp:
@@ -134,6 +194,7 @@ class MoeCombineOp:
         plan = call.plan
         shape, tables = _shape(plan), call.tensors["routing"]
         y, weights, out = (call.tensors[name] for name in ("y", "topk_weights", "out"))
+        assert isinstance(shape, CombineShape)
         rows = int(tables[shape.experts // plan.world_size])
         dense("y", y[:rows], (rows, shape.features), plan.dtype)
         words = table_words(plan.world_size, shape.tokens, shape.top_k, shape.experts)
@@ -202,8 +263,8 @@ _LEAST_HIDDEN = 16
 """The width of tokens in a dispatch that is recorded only for its tables."""
 
 
-def _shape(plan: LaunchPlan) -> MoeShape | CombineShape:
-    assert isinstance(plan.shape, MoeShape | CombineShape)
+def _shape(plan: LaunchPlan) -> MoeShape | DispatchShape | CombineShape:
+    assert isinstance(plan.shape, MoeShape | DispatchShape | CombineShape)
     return plan.shape
 
 
@@ -215,7 +276,7 @@ def _cut(plan: LaunchPlan, rows_per_chunk: int) -> dict[str, Any]:
         "tokens": shape.tokens,
         "top_k": shape.top_k,
         "experts": shape.experts // plan.world_size,
-        "features": shape.features,
+        "features": 0 if isinstance(shape, DispatchShape) else shape.features,
         "rows_per_chunk": rows_per_chunk,
         "far": plan.nodes > 1,
         "dtype": plan.dtype,

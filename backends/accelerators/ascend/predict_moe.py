@@ -11,7 +11,14 @@ from __future__ import annotations
 
 from mkernel.backends.accelerators.ascend.machine import Machine
 from mkernel.backends.accelerators.ascend.predict import Tiles, tile_us
-from mkernel.plan.model import DTYPE_BYTES, CombineShape, CommonPart, MoeShape, Prediction
+from mkernel.plan.model import (
+    DTYPE_BYTES,
+    CombineShape,
+    CommonPart,
+    DispatchShape,
+    MoeShape,
+    Prediction,
+)
 from mkernel.plan.pipeline import Pipeline, Tiling
 from mkernel.plan.predict import messages_us, payloads, prediction
 from mkernel.topology.cost import MachineConstants
@@ -34,9 +41,9 @@ def dispatched(
     machine: Machine,
     rows_per_chunk: int,
     vectors: int,
-    cut: Tiling,
+    cut: Tiling | None,
 ) -> Prediction:
-    """Predict MoE dispatch+GEMM (``kernels/moe``).
+    """Predict MoE dispatch+GEMM (``kernels/moe``); without a product, ``cut`` is None.
 
     T_m = min(1, k/W)·T·H·s and T·k ids to each peer, after the search of the first chunk. T_c =
     tables, chunks spread in turns by the vector cores, and the products, which cannot begin before
@@ -44,7 +51,7 @@ def dispatched(
     remaining work on the last chunks).
     """
     shape, world = plan.shape, plan.world_size
-    assert isinstance(shape, MoeShape), "a dispatch has no other shape"
+    assert isinstance(shape, MoeShape | DispatchShape), "a dispatch has no other shape"
     pipes, latency = machine.pipes, machine.pipes.memory_latency_ns / 1e3
     word, issue = pipes.scalar_ns / 1e3, pipes.issue_ns / 1e3
     size, own = DTYPE_BYTES[plan.dtype], shape.experts // world
@@ -59,21 +66,26 @@ def dispatched(
     row = shape.hidden * size / put_gbs / 1e3
     spread = here * max(5 * word + issue, row) + word * (rows_per_chunk + 2 * own) + 2 * latency
     home = -(-chunks // vectors) * word * (2 * places + chunks * world)
-    rate = constants.tflops_per_core(plan.dtype)
-    rows = shape.tokens * shape.top_k
-    columns = -(-shape.features // cut.tile_n)
-    of_an_expert = -(-rows // (own * cut.tile_m))  # row tiles
-    number = columns * own * of_an_expert
-    cut = cut.model_copy(update={"tile_m": -(-rows // (own * of_an_expert))})  # in the mean
-    tiles = Tiles(number, pipeline.compute_blocks, cut, shape.hidden, plan.dtype, plan.out_dtype)
-    tile = tile_us(tiles, machine, rate)
-    # The first row tile of an expert reads its weights for the first time.
-    weights = own * shape.hidden * shape.features * size / machine.chip.hbm_gbs / 1e3
-    first_read = columns * own / number * tile * tiles.waves
-    products = tile * tiles.waves + max(0.0, weights - first_read)
-    # A row tile has rows of many chunks of a source: what share of all begins with the last chunk's.
-    late = min(1.0, cut.tile_m * own * world / rows)
-    after = max(min(2, tiles.waves) * tile, late * products) + 2 * latency
+    products = after = 0.0
+    if isinstance(shape, MoeShape):
+        assert cut is not None
+        rate = constants.tflops_per_core(plan.dtype)
+        rows = shape.tokens * shape.top_k
+        columns = -(-shape.features // cut.tile_n)
+        of_an_expert = -(-rows // (own * cut.tile_m))  # row tiles
+        number = columns * own * of_an_expert
+        cut = cut.model_copy(update={"tile_m": -(-rows // (own * of_an_expert))})  # in the mean
+        tiles = Tiles(
+            number, pipeline.compute_blocks, cut, shape.hidden, plan.dtype, plan.out_dtype
+        )
+        tile = tile_us(tiles, machine, rate)
+        # The first row tile of an expert reads its weights for the first time.
+        weights = own * shape.hidden * shape.features * size / machine.chip.hbm_gbs / 1e3
+        first_read = columns * own / number * tile * tiles.waves
+        products = tile * tiles.waves + max(0.0, weights - first_read)
+        # A row tile has rows of many chunks of a source: this share of all begins with the last one's.
+        late = min(1.0, cut.tile_m * own * world / rows)
+        after = max(min(2, tiles.waves) * tile, late * products) + 2 * latency
     tables = count * rounds + place
     compute = max(
         tables + spread * rounds + max(after, home),

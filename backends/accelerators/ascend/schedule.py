@@ -28,6 +28,7 @@ from mkernel.plan.model import (
     DTYPE_BYTES,
     AttentionShape,
     CombineShape,
+    DispatchShape,
     DtypeName,
     MoeShape,
     OpName,
@@ -42,11 +43,11 @@ from mkernel.settings import load_as, variable
 
 _PREFIX = str(AscendSettings.model_config["env_prefix"])
 
-MOE_CHUNKS: dict[OpName, int] = {"moe_dispatch_gemm": 32, "moe_combine": 64}
+MOE_CHUNKS: dict[OpName, int] = {"moe_dispatch": 32, "moe_dispatch_gemm": 32, "moe_combine": 64}
 MOE_TOKENS = 64
 """The fewest tokens of a chunk if a rank has more than four chunks; MOE_CHUNKS is the most chunks
 per rank."""
-MOE_SENDERS: dict[OpName, int] = {"moe_dispatch_gemm": 2, "moe_combine": 4}
+MOE_SENDERS: dict[OpName, int] = {"moe_dispatch": 2, "moe_dispatch_gemm": 2, "moe_combine": 4}
 """Vector cores that send to one rank; each core then serves one rank, and none waits for another's
 link."""
 GATHER_TILE = GemmTile(depth_bytes=256)
@@ -106,9 +107,9 @@ class DispatchSchedule(Schedule):
 
 
 class CombineSchedule(Schedule):
-    """The schedule of MoE combine. Results return in chunks of ``rows_per_chunk`` tokens of the
-    token's rank. Vector cores do everything: ``comm_cores`` send, ``vector_cores`` add up what
-    arrived."""
+    """The schedule of MoE combine, and of a dispatch without a product. Results return, and tokens
+    travel, in chunks of ``rows_per_chunk`` tokens of the token's rank. Vector cores do everything:
+    ``comm_cores`` send, ``vector_cores`` add up what arrived, or build tables and spread tokens."""
 
     kind: Literal["ascend.moe_combine"] = "ascend.moe_combine"
     rows_per_chunk: int = Field(ge=1)
@@ -128,10 +129,13 @@ class AttentionSchedule(Schedule):
 
 
 _BY_ROWS: dict[OpName, type[DispatchSchedule | CombineSchedule | AttentionSchedule]] = {
+    "moe_dispatch": CombineSchedule,
     "moe_dispatch_gemm": DispatchSchedule,
     "moe_combine": CombineSchedule,
     "ring_attention": AttentionSchedule,
 }
+
+_MOE = (MoeShape, DispatchShape, CombineShape)
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
@@ -144,11 +148,11 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         # One block sends as fast as a link; every further block costs half a cube core.
         destinations = plan.ranks_per_node - 1 + (plan.nodes > 1)
         request = replace(request, comm_blocks=max(1, destinations))
-    if isinstance(plan.shape, MoeShape | CombineShape) and request.chunk is None:
+    if isinstance(plan.shape, _MOE) and request.chunk is None:
         # Vector cores take chunks in turns, so that there must be several for each.
         chunks = min(MOE_CHUNKS[plan.op], max(4, plan.shape.tokens // MOE_TOKENS))
         request = replace(request, chunk=-(-plan.shape.tokens // chunks))
-    if isinstance(plan.shape, MoeShape | CombineShape) and request.comm_blocks is None:
+    if isinstance(plan.shape, _MOE) and request.comm_blocks is None:
         others = max(1, plan.world_size - 1)
         most = _most_senders(plan.op, request.capabilities.comm_cores)
         each = min(MOE_SENDERS[plan.op], max(1, most // others))
@@ -175,8 +179,8 @@ def schedule(request: ScheduleRequest) -> Scheduled:
             times = by_cores[decided["cube_cores"]]
         else:
             rows, vectors = decided["rows_per_chunk"], decided["vector_cores"]
-            if isinstance(plan.shape, MoeShape):
-                times = dispatched(*known, rows, vectors, decided["tiling"])
+            if isinstance(plan.shape, MoeShape | DispatchShape):
+                times = dispatched(*known, rows, vectors, decided.get("tiling"))
             else:
                 times = combined(*known, rows, vectors)
         found = found._replace(prediction=times)
@@ -383,7 +387,7 @@ def cores(op: OpName, cube: int, comm: int, vectors: int) -> dict[str, int]:
         return {"cube_cores": cube, "comm_cores": comm}
     comm = min(comm, _most_senders(op, vectors))
     shared = {"vector_cores": min(VECTORS_PER_CUBE * cube, vectors - comm), "comm_cores": comm}
-    return shared if op == "moe_combine" else {"cube_cores": cube, **shared}
+    return shared if _BY_ROWS[op] is CombineSchedule else {"cube_cores": cube, **shared}
 
 
 def _most_senders(op: OpName, vectors: int) -> int:

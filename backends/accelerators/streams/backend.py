@@ -38,6 +38,7 @@ _OPS = {
     "gemm_reduce_scatter": "gemm_reduce:scatter",
     "gemm_all_reduce": "gemm_reduce:all_reduce",
     "all_reduce": "all_reduce:run",
+    "moe_dispatch": "moe:dispatch_rows",
     "moe_dispatch_gemm": "moe:dispatch",
     "moe_combine": "moe:combine",
     "moe_gemm_combine": "moe:gemm_combine",
@@ -250,6 +251,7 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         process_group=True,
         put_ops=PUT_OPS if copies else (),
         routing_of_ids=True,
+        reuses_routing=True,
         carrier=f"torch.distributed ({device.collectives})",
         constants=device.constants,
     )

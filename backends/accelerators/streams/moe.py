@@ -46,11 +46,23 @@ from mkernel.backends.accelerators.streams.scaled import (
     parted,
     rows_of_experts,
 )
-from mkernel.backends.accelerators.streams.schedule import DispatchSchedule, GemmCombineSchedule
+from mkernel.backends.accelerators.streams.schedule import (
+    DispatchSchedule,
+    GemmCombineSchedule,
+    TokenSchedule,
+)
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.scaled import quantised_blocks
 from mkernel.errors import CapacityExceeded, ShapeError
-from mkernel.plan.model import BLOCK, E4M3, Activation, CombineShape, GemmCombineShape, MoeShape
+from mkernel.plan.model import (
+    BLOCK,
+    E4M3,
+    Activation,
+    CombineShape,
+    DispatchShape,
+    GemmCombineShape,
+    MoeShape,
+)
 
 
 def routing_words(world: int, tokens: int, top_k: int) -> int:
@@ -61,8 +73,47 @@ def routing_words(world: int, tokens: int, top_k: int) -> int:
 
 def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fill ``routing``; return ``outputs`` and ``counts``, and the ``scales`` of e4m3 outputs."""
-    w, rank, words = call.tensors["w"], call.rank, call.tensors["routing"]
-    how = call.plan.part(DispatchSchedule)
+    routing, tokens, height = _sent(call, streams)
+    return _results(call, streams, routing, tokens, height)
+
+
+def dispatch_rows(call: Call, streams: CallStreams) -> Mapping[str, Any]:
+    """Return ``rows`` and their ``scales``, where these are e4m3; with a routing of its own fill
+    ``routing`` and return ``counts`` too."""
+    shape = call.plan.shape
+    assert isinstance(shape, DispatchShape)
+    if shape.routed:
+        routing, height = _known(call, streams)
+        with streams.compute():
+            x = joined(rows_of_experts(call, "x"))
+        tokens = _wanted(call, streams, routing, x)
+    else:
+        routing, tokens, height = _sent(call, streams)
+    for *_, message in tokens.arrivals:
+        streams.wait(message)
+    with streams.compute():
+        rows = tokens.tokens.new_empty((height, tokens.tokens.shape[1]))
+        count = len(tokens.row_token)
+        torch.index_select(tokens.tokens, 0, tokens.row_token, out=rows[:count])
+        rows[count:].zero_()
+        values, scales = parted(rows, shape.hidden)
+    found = {"rows": values.contiguous(), "counts": routing.counts}
+    return found if scales is None else {**found, "scales": scales}
+
+
+class _Tokens(NamedTuple):
+    """Tokens in transit, and for each row the index of its token."""
+
+    tokens: torch.Tensor
+    row_token: torch.Tensor
+    arrivals: Arrivals
+
+
+def _sent(call: Call, streams: CallStreams) -> tuple[Routing, _Tokens, int]:
+    """Start a dispatch and fill ``routing``; return the tables, the tokens and the number of rows."""
+    rank, words, shape = call.rank, call.tensors["routing"], call.plan.shape
+    assert isinstance(shape, MoeShape | DispatchShape)
+    how = call.plan.part(TokenSchedule)
     with streams.compute():
         x = joined(rows_of_experts(call, "x"))
     ids, known = _everyones(call, streams, call.tensors["topk_ids"].to(torch.int32))
@@ -75,30 +126,25 @@ def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
         arrivals = exchange(call, streams, lambda target: x, whole.__getitem__)
     _host_knows(streams, known)
     with streams.compute():
-        routing = route(ids, rank, len(w))
+        routing = route(ids, rank, shape.experts // call.plan.world_size)
         height = _height(call, streams, routing)
         words[-2] = height  # the world's mark follows it
         remember(words, Remembered(rank, height, routing))
-        row_token = routing.row_source
     if how.gathers == "wanted":
-        with streams.compute():
-            row_token = routing.row_token
-            packed = torch.split(x[routing.outgoing], routing.tokens_to)
-            tokens = streams.scratch("tokens", (sum(routing.tokens_from), x.shape[1]), x.dtype)
-            parts = torch.split(tokens, routing.tokens_from)
-            if streams.communicates:
-                parts[rank].copy_(packed[rank])
-        arrivals = exchange(call, streams, packed.__getitem__, parts.__getitem__)
-
-    return _results(call, streams, routing, _Tokens(tokens, row_token, arrivals), height)
+        return routing, _wanted(call, streams, routing, x), height
+    return routing, _Tokens(tokens, routing.row_source, arrivals), height
 
 
-class _Tokens(NamedTuple):
-    """Tokens in transit, and for each row the index of its token."""
-
-    tokens: torch.Tensor
-    row_token: torch.Tensor
-    arrivals: Arrivals
+def _wanted(call: Call, streams: CallStreams, routing: Routing, x: torch.Tensor) -> _Tokens:
+    """Send each token once to each rank that wants it."""
+    with streams.compute():
+        packed = torch.split(x[routing.outgoing], routing.tokens_to)
+        tokens = streams.scratch("tokens", (sum(routing.tokens_from), x.shape[1]), x.dtype)
+        parts = torch.split(tokens, routing.tokens_from)
+        if streams.communicates:
+            parts[call.rank].copy_(packed[call.rank])
+    arrivals = exchange(call, streams, packed.__getitem__, parts.__getitem__)
+    return _Tokens(tokens, routing.row_token, arrivals)
 
 
 def _results(
@@ -211,8 +257,19 @@ def gemm_combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
 def routing_of(call: Call, streams: CallStreams, rows: str) -> Routing:
     """Return the tables of the dispatch whose ``routing`` the call has. ShapeError: the tensor
     ``rows`` belongs to another dispatch."""
+    routing, height = _known(call, streams)
+    given = call.tensors[rows]
+    if len(given) != height:
+        legal = f"[{height}, {given.shape[1]}], a row for each that the dispatch gave"
+        raise ShapeError(rows, tuple(given.shape), legal)
+    return routing
+
+
+def _known(call: Call, streams: CallStreams) -> tuple[Routing, int]:
+    """Return the tables of the dispatch whose ``routing`` the call has, and the rows of its outputs.
+    ShapeError: it had other experts."""
     words, shape, world = call.tensors["routing"], call.plan.shape, call.plan.world_size
-    assert isinstance(shape, MoeShape | CombineShape | GemmCombineShape)
+    assert isinstance(shape, MoeShape | DispatchShape | CombineShape | GemmCombineShape)
     known = recall(words, call.rank)
     if known is None:
         streams.host_waits()
@@ -223,18 +280,14 @@ def routing_of(call: Call, streams: CallStreams, rows: str) -> Routing:
     if len(known.routing.counts) * world != shape.experts:
         there = f"of {len(known.routing.counts)} experts a rank"
         raise ShapeError("routing", there, f"{shape.experts} on {world} ranks")
-    given = call.tensors[rows]
-    if len(given) != known.height:
-        legal = f"[{known.height}, {given.shape[1]}], a row for each that the dispatch gave"
-        raise ShapeError(rows, tuple(given.shape), legal)
-    return known.routing
+    return known.routing, known.height
 
 
 def _height(call: Call, streams: CallStreams, routing: Routing) -> int:
     """Return the number of rows of the outputs. CapacityExceeded, on all ranks alike, if any rank
     has more rows than its capacity."""
     shape = call.plan.shape
-    assert isinstance(shape, MoeShape)
+    assert isinstance(shape, MoeShape | DispatchShape)
     if shape.capacity is None:
         return len(routing.row_token)
     most = max(routing.rows_on)
@@ -247,7 +300,7 @@ def _height(call: Call, streams: CallStreams, routing: Routing) -> int:
 def _ids(call: Call) -> torch.Tensor:
     """Return the ids of every rank, [W, T, k], as the call's ``routing`` keeps them."""
     shape, world = call.plan.shape, call.plan.world_size
-    assert isinstance(shape, MoeShape | CombineShape | GemmCombineShape)
+    assert isinstance(shape, MoeShape | DispatchShape | CombineShape | GemmCombineShape)
     size = world, shape.tokens, shape.top_k
     return call.tensors["routing"][: prod(size)].view(size)
 

@@ -18,6 +18,7 @@ from mkernel.plan.model import (
     AttentionShape,
     CombineShape,
     CommonPart,
+    DispatchShape,
     DtypeName,
     GemmCombineShape,
     LaunchPlan,
@@ -119,24 +120,34 @@ class SumSchedule(ExchangeSchedule):
 Gathers = Literal["wanted", "whole"]
 
 
-class DispatchSchedule(ExchangeSchedule):
-    """The schedule of MoE dispatch+GEMM.
+class TokenSchedule(ExchangeSchedule):
+    """The schedule of a dispatch. ``gathers``: tokens travel once to each rank that wants them, after
+    the ids have arrived; or all of them to every rank, before that."""
 
-    ``as_they_arrive``: tokens of each source are multiplied when they arrive; otherwise all at
-    once, which gives fewer and larger products. ``grouped``: those are one product for all experts,
-    which torch has for some dtypes; otherwise one for each expert that has rows. ``gathers``:
-    tokens travel once to each rank that wants them, after the ids have arrived; or all of them to
-    every rank, before that."""
-
-    kind: Literal["streams.moe_dispatch"] = "streams.moe_dispatch"
-    as_they_arrive: bool
-    grouped: bool
     gathers: Gathers
 
     @property
     def whole_tokens(self) -> bool:
         """True if all tokens travel to every rank (``gathers``)."""
         return self.gathers == "whole"
+
+
+class RowsSchedule(TokenSchedule):
+    """The schedule of a dispatch without a product."""
+
+    kind: Literal["streams.moe_rows"] = "streams.moe_rows"
+
+
+class DispatchSchedule(TokenSchedule):
+    """The schedule of MoE dispatch+GEMM.
+
+    ``as_they_arrive``: tokens of each source are multiplied when they arrive; otherwise all at
+    once, which gives fewer and larger products. ``grouped``: those are one product for all experts,
+    which torch has for some dtypes; otherwise one for each expert that has rows."""
+
+    kind: Literal["streams.moe_dispatch"] = "streams.moe_dispatch"
+    as_they_arrive: bool
+    grouped: bool
 
 
 class CombineSchedule(ExchangeSchedule):
@@ -166,6 +177,7 @@ _SCHEDULES: dict[OpName, type[StreamsSchedule]] = {
     "gemm_reduce_scatter": ReduceScatterSchedule,
     "gemm_all_reduce": AllReduceSchedule,
     "all_reduce": SumSchedule,
+    "moe_dispatch": RowsSchedule,
     "moe_dispatch_gemm": DispatchSchedule,
     "moe_combine": CombineSchedule,
     "moe_gemm_combine": GemmCombineSchedule,
@@ -219,22 +231,9 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         made = AllReduceSchedule(**common, order=order, peers_together=together)
     elif plan.op == "all_reduce":
         made = SumSchedule(**common, order=order, peers_together=together)
-    elif plan.op == "moe_dispatch_gemm":
-        grouped = _grouped(plan, _products(plan), claims.torch_device)
-        gathers, considered = _gathering(request, found.pipeline)
-        pipeline = replace(found.pipeline, whole_tokens=gathers == "whole")
-        times = found.prediction
-        if request.constants is not None and request.measured is None:
-            times = predict(plan, request.links, pipeline, request.constants)
-        found = Scheduled(found.schedule, pipeline, times, found.alternatives + considered)
-        made = DispatchSchedule(
-            **common,
-            order=order,
-            peers_together=together,
-            as_they_arrive=traits.overlaps and not grouped,
-            grouped=grouped,
-            gathers=gathers,
-        )
+    elif issubclass(_SCHEDULES[plan.op], TokenSchedule):
+        common |= {"order": order, "peers_together": together}
+        found, made = _dispatch(request, found, common, claims.torch_device)
     elif plan.op == "moe_gemm_combine":
         returns = found.pipeline.returns
         made = GemmCombineSchedule(
@@ -249,6 +248,24 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     else:
         made = AttentionSchedule(**common)
     return found._replace(schedule=made)
+
+
+def _dispatch(
+    request: ScheduleRequest, found: Scheduled, common: dict[str, Any], device: DeviceName
+) -> tuple[Scheduled, TokenSchedule]:
+    """Schedule a dispatch, given what all schedules of exchanges have."""
+    plan = request.plan
+    gathers, considered = _gathering(request, found.pipeline)
+    pipeline = replace(found.pipeline, whole_tokens=gathers == "whole")
+    times = found.prediction
+    if request.constants is not None and request.measured is None:
+        times = predict(plan, request.links, pipeline, request.constants)
+    found = Scheduled(found.schedule, pipeline, times, found.alternatives + considered)
+    if plan.op == "moe_dispatch":
+        return found, RowsSchedule(**common, gathers=gathers)
+    grouped = _grouped(plan, _products(plan), device)
+    early = torch_device(device).traits.overlaps and not grouped
+    return found, DispatchSchedule(**common, gathers=gathers, as_they_arrive=early, grouped=grouped)
 
 
 def _scaled_products(
@@ -280,13 +297,14 @@ def _gathering(
     if that is predicted to be faster, since it saves the wait for the ids."""
     plan, constants = request.plan, request.constants
     shape, world = plan.shape, plan.world_size
-    assert isinstance(shape, MoeShape)
-    if constants is None or world == 1:
+    assert isinstance(shape, MoeShape | DispatchShape)
+    routed = isinstance(shape, DispatchShape) and shape.routed
+    if constants is None or world == 1 or routed:
         return "wanted", ()
 
     def travel_us(gathers: Gathers) -> float:
         whole = gathers == "whole"
-        sent = payloads("moe_dispatch_gemm", shape, plan.dtype, world, whole_tokens=whole).gather
+        sent = payloads(plan.op, shape, plan.dtype, world, whole_tokens=whole).gather
         first = 0.0 if whole else constants.signal_us
         return first + messages_us(sent, request.links, pipeline, constants)
 
