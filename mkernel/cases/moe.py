@@ -368,9 +368,12 @@ class MoeRowsCase(MoeCase):
     def inputs(
         self, rank: int, world_size: int, iteration: int, into: Tensors = NOWHERE
     ) -> dict[str, torch.Tensor]:
-        """Return x and topk_ids of ``rank``, and the scales of e4m3 tokens."""
-        x, scales = self._x(rank, iteration), self._x_scales(rank, iteration)
-        return {"x": x, "topk_ids": self._ids(rank, iteration), **scales}
+        """Return x, topk_ids and topk_weights, which some peers send too, and the scales of x."""
+        return {
+            "x": self._x(rank, iteration),
+            "topk_ids": self._ids(rank, iteration),
+            "topk_weights": self._weights(rank, iteration),
+        } | self._x_scales(rank, iteration)
 
     def _x_scales(self, rank: int, iteration: int) -> dict[str, torch.Tensor]:
         scales = self.scales_of((iteration, _X_SCALE, rank), self.sizes["tokens"], self._hidden())

@@ -43,6 +43,7 @@ from mkernel.harness.turns import Turns
 from mkernel.launch import check_ranks, launch
 from mkernel.ops.validate import DTYPES, dtype_name
 from mkernel.plan import ops, render
+from mkernel.plan.arguments import WITHOUT_B
 from mkernel.plan.model import E4M3, DtypeName, LaunchPlan, OpName, ScaleMode
 from mkernel.plan.shapes import sizes_or_defaults
 from mkernel.settings import AUTO, Settings, check_timeout
@@ -327,7 +328,7 @@ def _case(op: OpName, sized: _Sized, wanted: _Wanted, mixes: bool) -> Case:
         ("--replicate-b", wanted.replicate_b, op == "all_gather_gemm", "all_gather_gemm"),
         ("--routing", wanted.routing, moe, "the MoE ops"),
         ("--scale", wanted.scale, attention, "ring_attention"),
-        ("--layout", wanted.layout, not attention and op != "moe_combine", "ops with a weight"),
+        ("--layout", wanted.layout, op not in WITHOUT_B, "ops with a weight"),
         ("--out-dtype", wanted.out_dtype, not attention, "ops whose result may differ in dtype"),
     ):
         if value is not None and not legal:

@@ -18,18 +18,18 @@ import torch
 from mkernel.cases import Case, case_of
 from mkernel.conformance.accelerator_subject import AcceleratorSubject
 from mkernel.conformance.ranks import each_case
+from mkernel.plan.arguments import WITHOUT_B
 from mkernel.plan.model import AttentionShape, DtypeName, sums_of
 from mkernel.plan.ops import COMPANIONS
+from mkernel.plan.shapes import size_names
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-MOE = ("moe_dispatch_gemm", *COMPANIONS)
-WITHOUT_B = ("all_reduce", "moe_combine", "ring_attention")
-"""Ops whose operands have only one layout."""
+MOE = ("moe_dispatch", "moe_dispatch_gemm", *COMPANIONS)
 
 _CLASSES = (
     ("all_gather_gemm",),
     ("gemm_reduce_scatter", "gemm_all_reduce", "all_reduce"),
-    (*COMPANIONS, "moe_dispatch_gemm"),
+    (*COMPANIONS, "moe_dispatch", "moe_dispatch_gemm"),
     ("ring_attention",),
 )
 """Ops that move bytes alike, the quickest first; a combine has a dispatch before it."""
@@ -67,8 +67,6 @@ def typical(
             "experts": 3 * world_size,
             "top_k": min(3, 3 * world_size),
         }
-        if op == "moe_combine":
-            plain = {name: size for name, size in plain.items() if name != "hidden"}
     else:
         plain = {
             "batch": 2,
@@ -78,9 +76,16 @@ def typical(
             "head_dim": _up(32, step),
         }
     wanted = {**plain, **sizes}
+    if op in MOE:
+        wanted = taken(op, wanted)
     if op == "ring_attention":
         wanted = attended(subject, wanted, world_size)
     return _case(subject, op, wanted, given, result, layout, chunk=chunk, options=options)
+
+
+def taken(op: str, sizes: _Sizes) -> dict[str, Any]:
+    """Return those of the sizes of MoE that an op takes."""
+    return {name: size for name, size in sizes.items() if name in size_names(op)}
 
 
 def small_ones(subject: AcceleratorSubject, world: tuple[int, int]) -> list[Case]:
@@ -132,6 +137,7 @@ def wider(subject: AcceleratorSubject, case: Case, steps: int = 1) -> Case:
     names: dict[str, str] = {
         "ring_attention": "batch" if few else "head_dim",
         **dict.fromkeys(MOE, "features"),
+        "moe_dispatch": "hidden",
     }
     name, by = names.get(case.op, "n"), steps if few else steps * subject.step()
     return case.with_(sizes={**case.sizes, name: case.sizes[name] + by})
@@ -195,10 +201,12 @@ def grid(subject: AcceleratorSubject, op: str, world_size: int) -> Iterator[Case
             (130, _up(72, step), _up(136, step), 4, 4),
         ):
             sizes = {"tokens": tokens, "features": features, "experts": each * world_size}
-            if op != "moe_combine":
-                sizes["hidden"] = hidden
-            sizes["top_k"] = min(top_k, each * world_size)
+            sizes |= {"hidden": hidden, "top_k": min(top_k, each * world_size)}
             yield typical(subject, op, world_size, sizes)
+        if op == "moe_dispatch" and subject.capabilities.reuses_routing:
+            for kind in ("uniform", "padded"):
+                options = {"handle": True, "routing": kind}
+                yield typical(subject, op, world_size, options=options)
     else:
         for batch, heads, kv_heads, rows, width in (
             (1, 1, 1, 1, step),
@@ -250,7 +258,7 @@ def _draw(op: str, world_size: int, step: int, pick: random.Random) -> dict[str,
             "experts": experts,
             "top_k": pick.randint(1, min(8, experts)),
         }
-        return sizes if op == "moe_combine" else {**sizes, "hidden": aligned(120)}
+        return taken(op, sizes if op == "moe_combine" else {**sizes, "hidden": aligned(120)})
     kv_heads, causal = pick.randint(1, 3), pick.random() < 0.5
     return {
         "batch": pick.randint(1, 2),
@@ -276,7 +284,7 @@ def _case(
     claimed = subject.capabilities.b_layouts
     if op in WITHOUT_B or layout is None:
         layout = "row" if "row" in claimed else claimed[0]
-    if op == "ring_attention":
+    if op in ("moe_dispatch", "ring_attention"):
         out_dtype = dtype
     if op in COMPANIONS:
         chunk = None

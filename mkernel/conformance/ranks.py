@@ -28,6 +28,7 @@ _ROUNDING: dict[str, float] = {
     "float32": 1e-5,
     "float16": 2.0**-10,
     "bfloat16": 2.0**-7,
+    "float8_e4m3fn": 2.0**-3,
 }
 """The relative size of two roundings of an element."""
 _DESCRIPTORS = 14
@@ -231,8 +232,9 @@ def _differs(
     found = compare(got, wanted)
     if not found.within(limit):
         return found.why or f"is off by {found.error:.1e} (limit {found.limit(limit):.0e})"
-    finite = torch.isfinite(wanted) & torch.isfinite(got)
-    wide, true = got.double()[finite], wanted[finite]
+    wide = got.double()
+    finite = torch.isfinite(wanted) & torch.isfinite(wide)
+    wide, true = wide[finite], wanted[finite]
     if not true.numel():
         return ""
     scale = float(true.square().mean().sqrt())

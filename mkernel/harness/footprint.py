@@ -59,6 +59,9 @@ def least_bytes(
             reference = world_size * m * n
         case "all_reduce":
             inputs = results = reference = world_size * sizes["m"] * sizes["n"]
+        case "moe_dispatch":
+            inputs = world_size * sizes["tokens"] * sizes["hidden"]
+            results = reference = inputs * sizes["top_k"]
         case "moe_dispatch_gemm":
             rows = world_size * sizes["tokens"] * sizes["top_k"]
             inputs = world_size * sizes["tokens"] * sizes["hidden"]

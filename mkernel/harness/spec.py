@@ -108,7 +108,7 @@ class Shape(Model):
             products = 3.0 if self.op == MOE_LAYER else 1.0  # gate, up, down
             of_one = math.prod(sizes[s] for s in ("tokens", "top_k", "hidden", "features"))
             return 2.0 * products * of_one
-        if self.op in ("all_reduce", "moe_combine"):
+        if self.op in ("all_reduce", "moe_dispatch", "moe_combine"):
             return None
         scores = math.prod(sizes[s] for s in ("batch", "heads", "sequence", "sequence"))
         products = 2 if self.op == "ring_attention" else 5
@@ -171,13 +171,17 @@ class BenchSpec(Model):
         found: dict[str, Any] = {"routing": self.routing} | scales
         return found | {"capacity": min(most, rows * ranks)} if self.capacity else found
 
+    def _results(self, op: str) -> DtypeName:
+        """Return the dtype of an op's results: rows that are moved alone keep theirs."""
+        return self.dtype if self.scales is None or op == "moe_dispatch" else RESULTS[0]
+
     def job(self, ranks: int) -> Job:
         """Return what the ranks do."""
         cases = tuple(
             case_of(shape.op)(
                 sizes=shape.named_sizes,
                 dtype=self.dtype,
-                out_dtype=self.dtype if self.scales is None else RESULTS[0],
+                out_dtype=self._results(shape.op),
                 layout=self.layout if self.scales else shape.layout or self.layout,
                 seed=self.seed,
                 options=self._options(shape, ranks),

@@ -12,7 +12,8 @@ from mkernel.topology.model import Nic
 from mkernel.topology.world_map import WorldMap
 
 _GBPS_PER_GBS = 8
-_OPS = (*GEMMS, "moe_dispatch_gemm", "moe_gemm_combine", "moe_combine", "ring_attention")
+_MOE = ("moe_dispatch", "moe_dispatch_gemm", "moe_gemm_combine", "moe_combine")
+_OPS = (*GEMMS, *_MOE, "ring_attention")
 _EMULATED = "MKERNEL_SOFTVERBS_"
 _EMULATED_MBPS = _EMULATED + "BANDWIDTH_MBPS"
 

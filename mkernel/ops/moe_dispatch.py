@@ -48,7 +48,8 @@ class MoeRows(NamedTuple):
     ``rows`` [R, H]: of this rank's experts, expert by expert; ``scales`` [R, H / 128] in float32, of
     e4m3 rows, else None; ``counts`` [E/W] int64: rows of each expert, with sum R, so
     ``counts.cumsum(0)`` is where each ends; ``handle``: for :func:`moe_combine` and for further
-    dispatches. With a capacity ``rows`` is [capacity, H], and rows from R on are zero.
+    dispatches. With a capacity ``rows`` is [capacity, H], and rows from R on are zero, with
+    scales of 1.
     """
 
     rows: Tensor

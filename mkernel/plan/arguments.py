@@ -108,7 +108,8 @@ node."""
 
 
 _GEMMS: tuple[OpName, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-_WITHOUT_B: tuple[str, ...] = ("all_reduce", "moe_dispatch", "moe_combine", "ring_attention")
+WITHOUT_B: tuple[str, ...] = ("all_reduce", "moe_dispatch", "moe_combine", "ring_attention")
+"""Ops whose operands have only one layout."""
 _EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 _PATHS: tuple[PathChoice, ...] = get_args(PathChoice)
 _DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)
@@ -207,7 +208,7 @@ def check_layout(
     ArgumentError if it is unknown or the op has no B."""
     if value not in _LAYOUTS:
         raise ArgumentError("b_layout", repr(value), f"one of: {', '.join(_LAYOUTS)}")
-    if value != "row" and forward(op) in _WITHOUT_B:
+    if value != "row" and forward(op) in WITHOUT_B:
         raise ArgumentError("b_layout", repr(value), f"'row': {op} has no such tensor")
     if value not in capabilities.b_layouts:
         raise LayoutError(
@@ -301,7 +302,7 @@ def check_scales(
         raise DtypeError(
             "out_dtype", repr(out_dtype), f"one of: {', '.join(RESULTS)}", why="operands are e4m3"
         )
-    if layout != "column" and op not in _WITHOUT_B:
+    if layout != "column" and op not in WITHOUT_B:
         raise LayoutError(
             "w" if experts else "b",
             "row-major",

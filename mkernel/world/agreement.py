@@ -144,10 +144,11 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
     if isinstance(shape, MoeShape | DispatchShape):
         tokens = {
             "x": _Planned((shape.tokens, shape.hidden), _rows_of_experts(plan)),
-            "x_scale": _Planned((shape.tokens, shape.hidden // BLOCK), ("float32",)),
             "topk_ids": _Planned(places, ("int32", "int64")),
             "routing": _Planned((None,), ("int32",)),
         }
+        if plan.scales is not None and plan.scales.quantises is None:
+            tokens["x_scale"] = _Planned((shape.tokens, shape.hidden // BLOCK), ("float32",))
         if isinstance(shape, MoeShape):
             weights = (shape.experts // world, shape.hidden, shape.columns)
             tokens |= _of_experts(plan, "x", shape.tokens, "w", weights) | {

@@ -21,6 +21,7 @@ from mkernel.backends.accelerators.hopper.moe.executors import (
     CombineExecutor,
     DispatchExecutor,
     GemmCombineExecutor,
+    RowsExecutor,
 )
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionInPiecesSchedule,
@@ -62,6 +63,7 @@ FUSED: dict[str, type[Executor]] = {
     "gemm_reduce_scatter": ReduceExecutor,
     "gemm_all_reduce": ReduceExecutor,
     "all_reduce": SumExecutor,
+    "moe_dispatch": RowsExecutor,
     "moe_dispatch_gemm": DispatchExecutor,
     "moe_combine": CombineExecutor,
     "moe_gemm_combine": GemmCombineExecutor,

@@ -294,6 +294,25 @@ class DispatchSchedule(Schedule):
         return self.push_blocks == 0
 
 
+class RowsSchedule(Schedule):
+    """The schedule of a MoE dispatch without a product. Tokens travel as in :class:`DispatchSchedule`;
+    then a kernel of ``blocks`` blocks copies them to the rows of their experts."""
+
+    kind: Literal["hopper.moe_rows"] = "hopper.moe_rows"
+    blocks: int = Field(ge=1)
+    push_blocks: int = Field(0, ge=0, multiple_of=2)
+
+    @property
+    def copy_engines(self) -> bool:
+        """True if copy engines carry the tokens, which they do if no blocks push."""
+        return self.push_blocks == 0
+
+    @property
+    def whole_tokens(self) -> bool:
+        """True if all tokens travel to every rank, which they do if no blocks push."""
+        return self.push_blocks == 0
+
+
 class CombineSchedule(Schedule):
     """The schedule of the MoE combine. Rows go to their places on the token's rank, where they are
     added; a kernel of ``sum_blocks`` blocks does each of the two."""

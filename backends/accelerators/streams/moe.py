@@ -97,6 +97,8 @@ def dispatch_rows(call: Call, streams: CallStreams) -> Mapping[str, Any]:
         torch.index_select(tokens.tokens, 0, tokens.row_token, out=rows[:count])
         rows[count:].zero_()
         values, scales = parted(rows, shape.hidden)
+        if scales is not None:
+            scales[count:] = 1
     found = {"rows": values.contiguous(), "counts": routing.counts}
     return found if scales is None else {**found, "scales": scales}
 

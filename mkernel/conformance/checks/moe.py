@@ -77,8 +77,6 @@ def _drawn(
             "routing": pick.choice(ROUTINGS),
             "id_dtype": pick.choice(["int32", "int64"]),
         }
-        if name == "moe_combine":
-            del sizes["hidden"]
         if name == "moe_gemm_combine":
             options["returns"] = pick.choice([None, *subject.capabilities.ways_home(nodes)])
         layout = pick.choice(subject.capabilities.b_layouts)

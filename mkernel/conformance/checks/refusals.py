@@ -81,6 +81,8 @@ def _wrong(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:
         yield from _wrong_gemm(case, given, claims)
     elif case.op == "all_reduce":
         yield from _wrong_sum(case, given, claims)
+    elif case.op == "moe_dispatch":
+        yield from _wrong_rows(case, given, claims)
     elif case.op == "moe_dispatch_gemm":
         yield from _wrong_dispatch(case, given, claims)
     else:
@@ -191,6 +193,26 @@ def _wrong_dispatch(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]
         yield "a handle of another world", ArgumentError, lambda: combined(y=y, handle=foreign)
     if "moe_gemm_combine" in claims.ops:
         yield from _wrong_gemm_combine(case, sent, given)
+
+
+def _wrong_rows(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:
+    x, ids = given["x"], given["topk_ids"]
+    call = partial(mkernel.moe_dispatch, num_experts=case.sizes["experts"])
+    sent = call(x, ids)
+    yield from _not_plain(call, {"x": x, "topk_ids": ids})
+    yield "fewer lists than tokens", ShapeError, lambda: call(x, ids[1:])
+    yield "expert numbers of float", DtypeError, lambda: call(x, ids.float())
+    yield "experts that ranks cannot share", ShapeError, partial(call, x, ids, num_experts=10007)
+    if ids.device.type == "cpu":
+        yield "an expert that is not there", ArgumentError, lambda: call(x, ids + 10000)
+    routed = partial(call, x, handle=sent.handle)
+    if not claims.reuses_routing:
+        yield "a handle, not claimed", ArgumentError, lambda: routed(ids)
+        return
+    more = ids.repeat(1, 2)
+    yield "a handle of other places", ShapeError, lambda: routed(more)
+    rows = len(sent.rows) + 1
+    yield "a capacity that its dispatch had not", ArgumentError, lambda: routed(ids, capacity=rows)
 
 
 def _wrong_gemm_combine(case: Case, sent: mkernel.MoeDispatch, given: _Inputs) -> Iterator[_Wrong]:

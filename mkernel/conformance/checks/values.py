@@ -17,7 +17,6 @@ from mkernel.conformance.check import Check
 from mkernel.conformance.checks.attention import with_nonfinite
 from mkernel.conformance.grid import (
     GEMMS,
-    WITHOUT_B,
     draws,
     grid,
     in_turn,
@@ -31,7 +30,7 @@ from mkernel.conformance.ranks import Judge, describe, each_case, judge_calls, w
 from mkernel.harness.outcome import CheckSkipped
 from mkernel.ops import moe as moe_op
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
-from mkernel.plan.arguments import RESULTS, SCALED_EXPERTS
+from mkernel.plan.arguments import RESULTS, SCALED_EXPERTS, WITHOUT_B
 from mkernel.plan.model import BLOCK, E4M3, DtypeName, ScaleMode
 from mkernel.plan.ops import COMPANIONS
 from mkernel.plan.pipeline import Returns

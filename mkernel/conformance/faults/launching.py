@@ -19,6 +19,8 @@ from mkernel.backends.transport import _transport
 from mkernel.conformance.faults.altering import Followed, Honest, Tensors, outputs_of
 from mkernel.topology.model import Accelerator
 
+_DISPATCHES = ("moe_dispatch", "moe_dispatch_gemm")
+
 
 def _elsewhere(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """Return the same inputs, and other memory for the outputs."""
@@ -138,7 +140,7 @@ class SkipsWaits(_Repeats):
     def launch(self, call: Call) -> Launch:
         if self._later is not None:
             _finish(self._later)
-        if call.plan.op == "moe_dispatch_gemm":  # it would not know how many rows it has
+        if call.plan.op in _DISPATCHES:  # it would not know how many rows it has
             return self.next(call)
         early = self.next(call, view="compute_only")
         _finish(early)
@@ -205,7 +207,7 @@ class SendsLate(_Repeats):
     def launch(self, call: Call) -> Launch:
         if self._late is not None:
             self._late.join()
-        if call.plan.op == "moe_dispatch_gemm":  # a rank's rows follow from the ids, which all have
+        if call.plan.op in _DISPATCHES:  # a rank's rows follow from the ids, which all have
             return self.next(call)
         first = self.next(call)
         _finish(first)

@@ -75,6 +75,8 @@ class DeepEp(ExpertPeer):
             return self._brought_home(sums, tuple(inputs[f"handle{n}"] for n in range(_HANDLE)))
         tokens, weights, routing, handle = self._sent(inputs)
         rows, counts = routing.copied(tokens), routing.counts
+        if self.op == "moe_dispatch":
+            return {"rows": rows, "counts": counts}
         if self.op == "moe_dispatch_gemm":
             return {"outputs": products(rows, inputs["w"], counts), "counts": counts}
         rows = gated_products(rows, inputs["w"], inputs["w2"], counts)

@@ -35,7 +35,8 @@ def without_padding(results: Tensors) -> Tensors:
     """Return a dispatch's results with the rows that its counts name, of those that a capacity gave."""
     if "counts" not in results:
         return results
-    return {**results, "outputs": results["outputs"][: int(results["counts"].sum())]}
+    rows = int(results["counts"].sum())
+    return {name: each if name == "counts" else each[:rows] for name, each in results.items()}
 
 
 def kept(held: Inputs, name: str, made: torch.Tensor) -> torch.Tensor:
@@ -164,6 +165,13 @@ def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int]) -> torc
     return arrived
 
 
+def dispatched_rows(problem: Problem, inputs: Inputs) -> Tensors:
+    """Exchange every copy of a token, and its scales, by an all-to-all."""
+    routing = Exchanged(problem, inputs["topk_ids"])
+    found = {"rows": routing.send(inputs["x"]), "counts": routing.counts}
+    return found | ({"scales": routing.send(inputs["x_scale"])} if "x_scale" in inputs else {})
+
+
 def dispatch(problem: Problem, inputs: Inputs) -> Tensors:
     """Exchange every copy of a token by an all-to-all, and multiply."""
     routing = Exchanged(problem, inputs["topk_ids"])
@@ -255,7 +263,7 @@ class ExpertPeer(Contender):
     """A peer to which each rank's tokens come once, and whose experts' results go home as ranks'
     sums."""
 
-    ops, ops_text = EXPERTS, "for products of experts"
+    ops, ops_text = ("moe_dispatch", *EXPERTS), "for experts"
     library = True
 
     def __init__(self, problem: Problem) -> None:
@@ -318,6 +326,9 @@ class GatheredExperts(ExpertPeer):
         if scales is not None:
             coming_last.wait()
             scale = routing.copied(scales)
+        if self.op == "moe_dispatch":
+            found = {"rows": routing.copied(tokens), "counts": routing.counts}
+            return found if scale is None else {**found, "scales": scale}
         if self.op == "moe_dispatch_gemm":
             rows = of_experts(inputs, "w", routing.copied(tokens), scale, routing.counts)
             return {"outputs": rows, "counts": routing.counts}
@@ -333,6 +344,7 @@ class GatheredExperts(ExpertPeer):
 
 
 CALLS: dict[str, Callable[[Problem, Inputs], Tensors]] = {
+    "moe_dispatch": dispatched_rows,
     "moe_dispatch_gemm": dispatch,
     "moe_combine": combine,
     "moe_gemm_combine": gemm_combine,

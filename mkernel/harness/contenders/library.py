@@ -63,7 +63,7 @@ class Gemm(Contender):
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        if problem.op in ("all_reduce", "moe_combine"):
+        if problem.op in ("all_reduce", "moe_dispatch", "moe_combine"):
             return "the op has no product"
         if problem.op in attention.CALLS and problem.bars_libraries:
             return problem.bars_libraries

@@ -90,6 +90,13 @@ class Mkernel(Contender):
         return self._of_experts(inputs)
 
     def _of_experts(self, inputs: Inputs) -> Tensors:
+        if self.op == "moe_dispatch":
+            sent = mkernel.moe_dispatch(
+                inputs["x"], inputs["topk_ids"], num_experts=self.problem.case.sizes["experts"],
+                capacity=self._capacity, x_scale=inputs.get("x_scale"),
+            )  # fmt: skip
+            found = {"rows": sent.rows, "counts": sent.counts}
+            return found if sent.scales is None else {**found, "scales": sent.scales}
         if self.op == "moe_dispatch_gemm":
             rows, counts, _ = self._sent(inputs)
             return {"outputs": rows, "counts": counts}

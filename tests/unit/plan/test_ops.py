@@ -17,7 +17,7 @@ def test_the_ops_and_their_aliases() -> None:
         "ring_attention": "ring_attention",
     }
     assert [canonical(op) for op in OPS] == list(OPS)
-    assert len(OPS) == 6
+    assert len(OPS) == 7
     assert [canonical(op) for op in COMPANIONS] == list(COMPANIONS)
 
 

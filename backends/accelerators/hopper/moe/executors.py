@@ -44,6 +44,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     CombineSchedule,
     DispatchSchedule,
     GemmCombineSchedule,
+    RowsSchedule,
 )
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
@@ -53,6 +54,7 @@ from mkernel.plan.model import (
     DTYPE_BYTES,
     E4M3,
     CombineShape,
+    DispatchShape,
     DtypeName,
     GemmCombineShape,
     LaunchPlan,
@@ -237,17 +239,83 @@ class _Moe:
         return made
 
 
-class DispatchExecutor(_Moe):
-    """The executor of one plan's MoE dispatch+GEMM calls in a world, into ``routing`` and tensors
-    of its own."""
+class _Dispatches(_Moe):
+    """Base of the executors of both dispatches."""
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
         """Return the symmetric memory that a dispatch needs. Unsupported."""
-        plan.part(DispatchSchedule)
-        assert isinstance(plan.shape, MoeShape)
         check_size(plan)
         return workspace_of(plan, _sizes(plan).dispatch_bytes(_row_bytes(plan)))
+
+    def _send(
+        self, call: Call, x: torch.Tensor, ids: torch.Tensor, pushing: int, stream: int
+    ) -> bool:
+        """Queue the transfer of the own tokens, in this node by so many blocks that push, or by copy
+        engines. Returns whether it runs on a second stream, which must be joined."""
+        world, plan = self._of_call(call), self._plan
+        far = FarRanks(self._context.device, self._sizes, _row_bytes(plan))
+        return self._exchanges(call) and self._push(
+            call, stream, self._tokens(call, x, ids, pushing),
+            lambda beside: far.send_tokens(world, x, ids, beside),
+        )  # fmt: skip
+
+    def _route(
+        self, call: Call, ids: torch.Tensor, stream: int, early: int = 0, early_rows: int = 1
+    ) -> tuple[torch.Tensor, int]:
+        """Queue the routing; return the counts and the number of rows, for which the host waits if
+        there is no capacity. ``early``, ``early_rows``: as of the schedule."""
+        made, context, plan = native(), self._context, self._plan
+        shape = plan.shape
+        assert isinstance(shape, MoeShape | DispatchShape)
+        experts, words = shape.experts // plan.world_size, call.tensors["routing"]
+        counts = torch.empty(experts, dtype=torch.int64, device=ids.device)
+        exchanges = self._exchanges(call)
+        made.moe_route(
+            context.device,
+            self._of_call(call),
+            made.Routing(
+                sizes=self._sizes,
+                routing=words.data_ptr(),
+                ids=ids.data_ptr(),
+                counts=counts.data_ptr(),
+                row_bytes=_row_bytes(plan),
+                capacity=shape.capacity or 0,
+                early=early if exchanges else 0,
+                early_rows=early_rows,
+                exchanges=exchanges,
+            ),
+            context.reports.block,
+            stream,
+        )
+        height = shape.capacity
+        if height is None:
+            height = context.reports.rows(call_id(call))
+        _heights[words.untyped_storage()] = _version(words), height
+        return counts, height
+
+    def _tokens(
+        self, call: Call, x: torch.Tensor, ids: torch.Tensor, blocks: int
+    ) -> Callable[[int], None]:
+        """Return a function that queues the transfer of the own tokens to the peers of this node on
+        a stream."""
+        made, device = native(), self._context.device
+        row_bytes = _row_bytes(self._plan)
+        if blocks == 0:
+            return self._copy(call, x, len(x), row_bytes)
+        tokens = made.WantedTokens(
+            sizes=self._sizes,
+            x=x.data_ptr(),
+            ids=ids.data_ptr(),
+            row_bytes=row_bytes,
+            blocks=blocks,
+        )
+        return lambda stream: made.push_wanted(device, self._of_call(call), tokens, stream)
+
+
+class DispatchExecutor(_Dispatches):
+    """The executor of one plan's MoE dispatch+GEMM calls in a world, into ``routing`` and tensors
+    of its own."""
 
     def start(self, call: Call, stream: int) -> Mapping[str, Any]:
         """Queue one call on a stream; the host waits for the number of rows if there is no
@@ -255,41 +323,12 @@ class DispatchExecutor(_Moe):
         made, context, plan = native(), self._context, self._plan
         shape, how = plan.shape, plan.part(DispatchSchedule)
         assert isinstance(shape, MoeShape)
-        capacity = shape.capacity
-        if capacity is None and torch.cuda.is_current_stream_capturing():
-            raise ArgumentError(
-                "capacity", None, "a number of rows: a graph's shapes cannot depend on its routing"
-            )
-        exchanges = self._exchanges(call)
+        _expect_height(shape.capacity)
         x, w = self._rows(call, "x", stream), aligned(call.tensors["w"])
         ids = call.tensors["topk_ids"].to(torch.int32)
-        words = call.tensors["routing"]
-        counts = torch.empty(len(w), dtype=torch.int64, device=x.device)
-        world, report = self._of_call(call), context.reports.block
-        far = FarRanks(context.device, self._sizes, _row_bytes(plan))
-        forked = exchanges and self._push(
-            call, stream, self._tokens(call, x, ids),
-            lambda beside: far.send_tokens(world, x, ids, beside),
-        )  # fmt: skip
+        forked = self._send(call, x, ids, how.push_blocks, stream)
         try:
-            made.moe_route(
-                context.device,
-                world,
-                made.Routing(
-                    sizes=self._sizes,
-                    routing=words.data_ptr(),
-                    ids=ids.data_ptr(),
-                    counts=counts.data_ptr(),
-                    row_bytes=_row_bytes(plan),
-                    capacity=capacity or 0,
-                    early=how.early_tiles if exchanges else 0,
-                    early_rows=how.early_rows,
-                    exchanges=exchanges,
-                ),
-                report,
-                stream,
-            )
-            height = context.reports.rows(call_id(call)) if capacity is None else capacity
+            counts, height = self._route(call, ids, stream, how.early_tiles, how.early_rows)
             outputs = x.new_empty((height, shape.features), dtype=_dtype(plan.out_dtype))
             found = {"outputs": outputs, "counts": counts}
             if plan.out_dtype == E4M3:
@@ -302,31 +341,77 @@ class DispatchExecutor(_Moe):
             product = self._product(
                 call, x, w, how.blocks, b_scale=call.tensors.get("w_scale"),
                 out_scale=found.get("scales"), permuted=permuted, out=outputs.data_ptr(),
-                rows=height, height=capacity or 0, tokens=True, gated=shape.activation is not None,
-                deep=how.tiling == "deep", wide=False, home=False, ends=True,
+                rows=height, height=shape.capacity or 0, tokens=True,
+                gated=shape.activation is not None, deep=how.tiling == "deep", wide=False,
+                home=False, ends=True,
             )  # fmt: skip
-            made.moe_grouped(context.device, world, product, stream)
+            made.moe_grouped(context.device, self._of_call(call), product, stream)
         finally:
             if forked:
                 context.order.join(stream)
-        _heights[words.untyped_storage()] = _version(words), height
         return found
 
-    def _tokens(self, call: Call, x: torch.Tensor, ids: torch.Tensor) -> Callable[[int], None]:
-        """Return a function that queues the transfer of the own tokens to the peers of this node on
-        a stream."""
-        made, device = native(), self._context.device
-        row_bytes, blocks = _row_bytes(self._plan), self._plan.part(DispatchSchedule).push_blocks
-        if blocks == 0:
-            return self._copy(call, x, len(x), row_bytes)
-        tokens = made.WantedTokens(
-            sizes=self._sizes,
-            x=x.data_ptr(),
-            ids=ids.data_ptr(),
-            row_bytes=row_bytes,
-            blocks=blocks,
+
+class RowsExecutor(_Dispatches):
+    """The executor of one plan's calls of MoE dispatch without a product, into ``routing`` and tensors
+    of its own; or with the ``routing`` of an earlier dispatch."""
+
+    def start(self, call: Call, stream: int) -> Mapping[str, Any]:
+        """Queue one call on a stream; the host waits for the number of rows if neither a capacity nor
+        an earlier dispatch of this process gives it."""
+        made, context, plan = native(), self._context, self._plan
+        shape, how, words = plan.shape, plan.part(RowsSchedule), call.tensors["routing"]
+        assert isinstance(shape, DispatchShape)
+        height, found = shape.capacity, {}
+        if shape.routed:
+            own = shape.tokens * shape.top_k
+            ids = words.narrow(0, call.rank * own, own)
+            known = known_height(words)
+            height = known if known is not None else height
+        else:
+            ids = call.tensors["topk_ids"].to(torch.int32)
+        _expect_height(height)
+        if height is None and shape.routed:
+            height = int(words[-2])  # the world's mark follows it
+        x = self._rows(call, "x", stream)
+        forked = self._send(call, x, ids, how.push_blocks, stream)
+        try:
+            if not shape.routed:
+                found["counts"], height = self._route(call, ids, stream)
+            assert height is not None
+            rows = x.new_empty((height, shape.hidden), dtype=_dtype(plan.dtype))
+            found["rows"] = rows
+            if plan.scales is not None:
+                sizes = height, shape.hidden // BLOCK
+                found["scales"] = x.new_empty(sizes, dtype=torch.float32)
+            if forked and how.push_blocks:  # the copies would keep it out
+                forked = False
+                context.order.join(stream)
+            copies = made.DispatchedRows(
+                sizes=self._sizes,
+                routing=words.data_ptr(),
+                a=x.data_ptr(),
+                out=rows.data_ptr(),
+                scales=_address(found.get("scales")),
+                row_bytes=_row_bytes(plan),
+                width=shape.hidden,
+                height=height,
+                waits=self._exchanges(call),
+                blocks=how.blocks,
+            )
+            made.copy_rows(context.device, self._of_call(call), copies, stream)
+        finally:
+            if forked:
+                context.order.join(stream)
+        return found
+
+
+def _expect_height(height: int | None) -> None:
+    """Raise ArgumentError where a graph is captured and the number of rows is not known."""
+    if height is None and torch.cuda.is_current_stream_capturing():
+        raise ArgumentError(
+            "capacity", None, "a number of rows: a graph's shapes cannot depend on its routing"
         )
-        return lambda stream: made.push_wanted(device, self._of_call(call), tokens, stream)
 
 
 class _Returns(_Moe):
@@ -449,12 +534,12 @@ class GemmCombineExecutor(_Returns):
 
 def _sizes(plan: LaunchPlan) -> _hopper.MoeSizes:
     shape = plan.shape
-    assert isinstance(shape, MoeShape | CombineShape | GemmCombineShape)
+    assert isinstance(shape, MoeShape | DispatchShape | CombineShape | GemmCombineShape)
     return sizes_of(plan.world_size, shape.tokens, shape.top_k, shape.experts)
 
 
 def _row_bytes(plan: LaunchPlan) -> int:
-    assert isinstance(plan.shape, MoeShape)
+    assert isinstance(plan.shape, MoeShape | DispatchShape)
     return row_bytes(plan.shape.hidden, scaled=plan.scales is not None)
 
 

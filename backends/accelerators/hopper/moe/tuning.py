@@ -23,6 +23,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     DispatchSchedule,
     ExpertTiling,
     GemmCombineSchedule,
+    RowsSchedule,
 )
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
 from mkernel.errors import ShapeError, Unsupported
@@ -31,6 +32,7 @@ from mkernel.plan.model import (
     DTYPE_BYTES,
     E4M3,
     CommonPart,
+    DispatchShape,
     GemmCombineShape,
     MoeShape,
     Prediction,
@@ -64,13 +66,16 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     blocks = max(2, processors // 2 * 2 - (2 if plan.nodes > 1 else 0))
     sums = processors * SUM_BLOCKS_A_CORE
     made: Schedule
-    if isinstance(plan.shape, MoeShape):
+    if isinstance(plan.shape, MoeShape | DispatchShape):
         pushing, considered = push_blocks(plan, processors)
         pipeline = replace(found.pipeline, whole_tokens=pushing == 0)
         times = found.prediction
         if request.constants is not None and request.measured is None:
             times = predict(plan, request.links, pipeline, request.constants)
         found = Scheduled(found.schedule, pipeline, times, found.alternatives + considered)
+    if isinstance(plan.shape, DispatchShape):
+        made = RowsSchedule(blocks=sums, push_blocks=pushing)
+    elif isinstance(plan.shape, MoeShape):
         early = early_tiles(plan, processors, found.prediction, pushing)
         made = DispatchSchedule(
             # The push needs room beside early tiles; it has ended before any others begin.
@@ -103,7 +108,13 @@ def row_bytes(width: int, *, scaled: bool) -> int:
 
 
 def check_scaled(plan: CommonPart) -> None:
-    """Raise Unsupported or ShapeError for a call of e4m3 experts that kernels cannot run."""
+    """Raise Unsupported or ShapeError for a call of e4m3 experts, or with a routing of an earlier
+    dispatch, that kernels cannot run."""
+    if isinstance(plan.shape, DispatchShape) and plan.shape.routed and plan.nodes > 1:
+        raise Unsupported(
+            "accelerator 'hopper' uses a routing again (handle=) in worlds of one node; "
+            f"this one has {plan.nodes}"
+        )
     if plan.scales is None:
         return
     if plan.nodes > 1:
@@ -121,7 +132,7 @@ def check_scaled(plan: CommonPart) -> None:
 def check_size(plan: CommonPart) -> None:
     """Raise TooLarge if kernels could not number the rows, places or experts of a dispatch."""
     shape, world = plan.shape, plan.world_size
-    if not isinstance(shape, MoeShape):
+    if not isinstance(shape, MoeShape | DispatchShape):
         return
     places, experts = world * shape.tokens * shape.top_k, shape.experts // world
     words = 3 * places + 6 * (places // TILE_ROWS + 3 * experts + 1) + 8
@@ -212,6 +223,8 @@ def _dispatch_us(plan: CommonPart, processors: int, pushing: int) -> float:
     """Predict a balanced dispatch whose tokens travel by ``pushing`` blocks, or by copy engines. If
     experts have many own rows, these are multiplied while the others travel, beside the blocks that
     push."""
+    if isinstance(plan.shape, DispatchShape):
+        return travel_us(plan, pushing)
     product = _Product(plan)
     multiplied = min(product.us(machine().experts.gathered_tflops), product.permuted_us())
     own = 0.0
@@ -226,11 +239,9 @@ def travel_us(plan: CommonPart, pushing: int) -> float:
     each token once to each rank that wants it (:func:`mkernel.plan.predict.payloads`), or
     whole by copy engines, to one rank after another."""
     shape, world = plan.shape, plan.world_size
-    assert isinstance(shape, MoeShape)
+    assert isinstance(shape, MoeShape | DispatchShape)
     copies = machine().on_links_of(plan).copies
-    nbytes = payloads(
-        "moe_dispatch_gemm", shape, plan.dtype, world, whole_tokens=pushing == 0
-    ).gather
+    nbytes = payloads(plan.op, shape, plan.dtype, world, whole_tokens=pushing == 0).gather
     if pushing == 0:
         return (world - 1) * copies.choose("put", round(nbytes), 0, flagged=True).microseconds
     usual = machine().experts.push_blocks

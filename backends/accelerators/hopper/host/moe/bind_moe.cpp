@@ -13,6 +13,7 @@ using namespace py::literals;
 namespace mkernel::hopper {
 
 void bind_moe(py::module_& module) {
+    using moe::DispatchedRows;
     using moe::GroupedProduct;
     using moe::Home;
     using moe::QuantisedRows;
@@ -58,6 +59,15 @@ void bind_moe(py::module_& module) {
         .def(py::init([](const Sizes& sizes, Address x, Address ids, Address row_bytes,
                          Word blocks) { return WantedTokens{sizes, x, ids, row_bytes, blocks}; }),
              py::kw_only(), "sizes"_a, "x"_a, "ids"_a, "row_bytes"_a, "blocks"_a);
+    py::class_<DispatchedRows>(module, "DispatchedRows")
+        .def(
+            py::init([](const Sizes& sizes, Address routing, Address a, Address out, Address scales,
+                        Address row_bytes, Word width, Word height, bool waits, Word blocks) {
+                return DispatchedRows{sizes,     routing, a,      out,   scales,
+                                      row_bytes, width,   height, waits, blocks};
+            }),
+            py::kw_only(), "sizes"_a, "routing"_a, "a"_a, "out"_a, "scales"_a, "row_bytes"_a,
+            "width"_a, "height"_a, "waits"_a, "blocks"_a);
     py::class_<QuantisedRows>(module, "QuantisedRows")
         .def(py::init([](Address x, Address scales, Address out, Word rows, Word width,
                          Word row_bytes, bool half) {
@@ -118,6 +128,13 @@ void bind_moe(py::module_& module) {
             moe::push_wanted(world, tokens, stream);
         },
         "device"_a, "world"_a, "tokens"_a, "stream"_a, released);
+    module.def(
+        "copy_rows",
+        [](int device, const DeviceWorld& world, const DispatchedRows& rows, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            moe::copy_rows(world, rows, stream);
+        },
+        "device"_a, "world"_a, "rows"_a, "stream"_a, released);
     module.def(
         "quantise_rows",
         [](int device, const QuantisedRows& rows, std::uint64_t stream) {

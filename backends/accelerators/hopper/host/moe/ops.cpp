@@ -147,6 +147,21 @@ void push_wanted(const DeviceWorld& world, const WantedTokens& tokens, std::uint
     push_wanted(args, static_cast<std::uint32_t>(tokens.blocks), cuda::stream_at(stream));
 }
 
+void copy_rows(const DeviceWorld& world, const DispatchedRows& rows, std::uint64_t stream) {
+    GroupedArgs args{};
+    args.workspace = workspace_of(world);
+    args.limits = limits_of(world);
+    args.tables = tables_of(rows.sizes, rows.routing);
+    args.a = reinterpret_cast<const char*>(rows.a);
+    args.out = reinterpret_cast<char*>(rows.out);
+    args.out_scales = reinterpret_cast<float*>(rows.scales);
+    args.row_bytes = static_cast<std::int64_t>(rows.row_bytes);
+    args.n = args.k = rows.width;
+    args.height = rows.height;
+    args.waits = rows.waits;
+    copy_rows(args, static_cast<std::uint32_t>(rows.blocks), cuda::stream_at(stream));
+}
+
 void quantise_rows(const QuantisedRows& rows, std::uint64_t stream) {
     const QuantiseArgs args{
         .x = reinterpret_cast<const char*>(rows.x),
@@ -163,6 +178,7 @@ void quantise_rows(const QuantisedRows& rows, std::uint64_t stream) {
 void load() {
     load_far_slots();
     load_routing();
+    load_dispatched_rows();
     load_grouped<__half>();
     load_grouped<__nv_bfloat16>();
     load_home();

@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "backends/accelerators/hopper/host/device_world.hpp"
+#include "backends/accelerators/hopper/kernels/moe/dispatched_rows.hpp"
 #include "backends/accelerators/hopper/kernels/moe/far_slots.hpp"
 #include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
 #include "backends/accelerators/hopper/kernels/moe/home.hpp"
@@ -85,6 +86,16 @@ struct WantedTokens {
     std::int32_t blocks;
 };
 void push_wanted(const DeviceWorld& world, const WantedTokens& tokens, std::uint64_t stream);
+
+// Rows [height, width] of the experts, as `out` and `out_scales` of copy_rows. `a`: own tokens, `row_bytes` each.
+struct DispatchedRows {
+    Sizes sizes;
+    std::uint64_t routing, a, out, scales, row_bytes;
+    std::int32_t width, height;
+    bool waits;
+    std::int32_t blocks;
+};
+void copy_rows(const DeviceWorld& world, const DispatchedRows& rows, std::uint64_t stream);
 
 // Rows of e4m3 experts as in QuantiseArgs.
 struct QuantisedRows {
