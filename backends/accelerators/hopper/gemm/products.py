@@ -73,8 +73,8 @@ class ScaledFactor:
         self._b, self._scales, self._one = aligned(b), scales, one
         if scales.mode == "block":
             self._scale = padded_blocks(scale)
-        else:  # torch checks strides of single columns too
-            self._scale = aligned(scale.reshape(1, -1))
+        else:
+            self._scale = aligned(_shaped(scale, (1, scale.numel())))
 
     def product(self, a: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
         """Compute out = a @ b. ``scale``: [rows, ..] of these rows; for one scale per tensor also
@@ -89,14 +89,24 @@ class ScaledFactor:
         if self._scales.mode == "tensor" and scale.numel() > 1:
             scale = scale.repeat_interleave(len(a) // len(scale), 0)
             of_b = of_b.expand(1, out.shape[1]).contiguous()
-        of_a, fast = aligned(scale.reshape(-1, 1)), self._scales.use_fast_accum
+        of_a = aligned(_shaped(scale, (scale.numel(), 1)))
+        fast = self._scales.use_fast_accum
         if self._one is None:
             scaled_mm(a, self._b, of_a, of_b, out, fast)
             return
         unscaled = out.new_empty(out.shape, dtype=torch.float32)
         scaled_mm(a, self._b, self._one, self._one, unscaled, fast)
-        of_rows, of_columns = of_a.expand(len(a), 1), of_b.expand(1, out.shape[1])
-        scale_results(unscaled, of_rows.contiguous(), of_columns.contiguous(), out)
+        if self._scales.mode == "tensor":
+            of_a = of_a.expand(len(a), 1).contiguous()
+            of_b = of_b.expand(1, out.shape[1]).contiguous()
+        scale_results(unscaled, of_a, of_b, out)
+
+
+def _shaped(scale: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Return packed scales in a shape; themselves where they have it. torch checks strides of single
+    columns too."""
+    packed = scale.shape == shape and scale.stride() == (shape[1], 1)
+    return scale if packed else scale.reshape(shape).contiguous()
 
 
 def scale_results(
