@@ -293,10 +293,11 @@ class FlashInfer:
     """An ending of torch's product and FlashInfer's sum, residual and norm in one kernel."""
 
     def __init__(self, model: Model, compiler: Callable[[Any], Any]) -> None:
-        self._model, rows, columns = model, model.shape.rows, model.sizes.hidden
+        self._model, shape = model, (model.shape.rows, model.sizes.hidden)
         self._quantise = compiler(quantised) if model.shape.dtype == E4M3 else Rows
         place = model.place
-        self._sums = flash_infer.Sums(rows, columns, place.device, one_shot=True, eps=EPS)
+        where = place.rank, place.ranks
+        self._sums = flash_infer.Sums(where, shape, place.device, one_shot=True, eps=EPS)
 
     def __call__(self, step: Step) -> tuple[Rows, Tensor]:
         y = self._model.multiply(step.rows, step.weight)

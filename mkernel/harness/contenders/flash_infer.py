@@ -38,16 +38,17 @@ class Sums:
 
     def __init__(
         self,
-        rows: int,
-        columns: int,
+        place: tuple[int, int],
+        shape: tuple[int, int],
         device: torch.device,
         *,
         one_shot: bool,
         eps: float | None = None,
     ) -> None:
-        """Make the memory. ``eps``: that of the norm behind each sum; None: there is none."""
+        """Make the memory. ``place``: this rank's number, and how many there are; ``eps``: that of the
+        norm behind each sum, None: there is none."""
         comm: Any = import_module("flashinfer.comm")
-        rank, world = distributed.get_rank(), distributed.get_world_size()
+        (rank, world), (rows, columns) = place, shape
         self._handles, workspace = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(
             rank, world, rows, columns, group=distributed.group.WORLD
         )
@@ -111,11 +112,12 @@ class FlashInfer(Contender):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        (rows, columns), dtype = problem.memory("op")["out"]
+        shape, dtype = problem.memory("op")["out"]
         case: Any = problem.case
         eps = case.eps if has_norm(problem) else None
-        self._sums = Sums(rows, columns, problem.device, one_shot=self.one_shot, eps=eps)
-        self._product = torch.empty((rows, columns), dtype=dtype, device=problem.device)
+        place = problem.rank, problem.world
+        self._sums = Sums(place, shape, problem.device, one_shot=self.one_shot, eps=eps)
+        self._product = torch.empty(shape, dtype=dtype, device=problem.device)
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:

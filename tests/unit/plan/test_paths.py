@@ -191,8 +191,9 @@ def test_rows_of_owners_do_not_share_tiles() -> None:
     one = planned("all_gather_gemm", 256, 8192, 4096, ranks=1, path="fused")
     four = planned("all_gather_gemm", 256, 8192, 4096, path="fused")
     assert four.prediction.compute_us > one.prediction.compute_us
-    summed = planned("gemm_reduce_scatter", 256, 8192, 4096, path="fused")
-    assert summed.prediction.compute_us == one.prediction.compute_us
+    whole = planned("all_gather_gemm", 2048, 8192, 4096, ranks=1, path="fused")
+    summed = planned("gemm_all_reduce", 2048, 8192, 4096, path="fused")
+    assert summed.prediction.compute_us == whole.prediction.compute_us
 
 
 def test_partial_results_of_small_sums_are_float32() -> None:
