@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from mkernel.topology.cost import MailedTilesConstants, Tile, transfer_us
 
-
 LINE = 64
 """Elements of 16 bits in a line of memory."""
 

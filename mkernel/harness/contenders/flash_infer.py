@@ -39,7 +39,7 @@ class Sums:
     def __init__(
         self,
         place: tuple[int, int],
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         device: torch.device,
         *,
         one_shot: bool,

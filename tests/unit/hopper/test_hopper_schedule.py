@@ -209,6 +209,15 @@ def test_no_field_of_few_rows_is_decoration(
     assert decorations(usual, launches(started, world, usual)) == []
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("m", "tiling"), [(512, "narrow"), (1024, "wide")])
+def test_no_field_of_tiles_by_mail_is_decoration(started: Started, m: int, tiling: str) -> None:
+    world, shape = gpus(), {"m": m, "n": 8192, "k": 4096}
+    usual = world.plan("gemm_all_reduce", shape, dtype="bfloat16", path="fused")
+    assert usual.part(FewRowsSchedule).tiling == tiling
+    assert decorations(usual, launches(started, world, usual)) == []
+
+
 @pytest.mark.parametrize(
     ("n", "may", "inside"), [(4096, True, True), (4096, False, False), (17416, True, False)]
 )

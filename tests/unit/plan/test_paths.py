@@ -69,6 +69,7 @@ def simple() -> MachineConstants:
         "memory_gbs": 4000.0,
         "fused": path,
         "library": path | {"splits": [1, 4], "split_us": 3.0},
+        "mailed_tiles": None,
     }
     return MachineConstants.model_validate(made)
 
