@@ -18,7 +18,7 @@ from typing_extensions import TypedDict, Unpack
 
 from mkernel.errors import ArgumentError
 from mkernel.ops import derivatives, validate
-from mkernel.ops.around import EPS, Normed, as_rows, check_norm, normalised, quantise
+from mkernel.ops.around import EPS, Normed, as_rows, check_norm, normalised, of_norm, quantise
 from mkernel.ops.common import Done, Execution, engine_for, plan_for
 from mkernel.ops.gemm import copied_to, traced_outputs
 from mkernel.ops.plain import plain, untraced
@@ -31,7 +31,7 @@ from mkernel.ops.quantised import (
 )
 from mkernel.ops.registration import called, native_op, ops, register
 from mkernel.ops.steps import Steps
-from mkernel.plan.arguments import Around, Norm
+from mkernel.plan.arguments import Around
 from mkernel.plan.model import LaunchPlan
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
@@ -68,7 +68,7 @@ def _check(
     shape = tuple(x.shape)
     if norm is not None:
         check_norm(norm, shape, x.dtype, wanted, device, matrix="x", like="x")
-    steps = Around(norm=None if norm is None else Norm(norm.residual is not None, norm.eps))
+    steps = Around(norm=None if norm is None else norm.planned)
     plan = plan_for(world, _OP, sizes, dtype, out_name, around=steps, chunk=chunk)
     if out is not None:
         validate.on_device("out", out, device)
@@ -115,19 +115,18 @@ def call(
     launched = {"x": as_rows(packed, 0, steps), "out": rows}
     if norm is not None:
         outputs |= norm.outputs(steps, out)
-        if plan.norm is not None and plan.norm.step == "launch":
-            of_norm = {**norm.given, "residual_out": outputs["residual_out"]}
+        if names := of_norm(plan):
+            given_norm = {**norm.given, **{name: outputs[name] for name in names}}
             launched |= {
                 name: each if name == "norm_weight" else as_rows(each, 0, steps)
-                for name, each in of_norm.items()
+                for name, each in given_norm.items()
             }
     if prefetches and prefetch is not None:
         launched["prefetch"] = prefetch
     record = steps.launch(world, plan, launched, **execution)
     if norm is not None and plan.norm is not None and plan.norm.step == "after":
         steps.do(normalised, out, norm.residual, norm.weight, norm.eps, outputs["residual_out"])
-    if norm is not None and norm.quantises:
-        quantise(steps, outputs)
+    quantise(steps, plan, outputs)
     if given_out is not None:  # autograd may have saved it for a backward, and must hear of it
         increment_version([given_out])
         steps.wrote([given_out])
@@ -224,8 +223,8 @@ def all_reduce(
         eps: added to the mean of squares; the same on every rank, above 0.
         quantise: ``row``: the normalised rows in e4m3 (``torch.float8_e4m3fn``) with a float32 scale
             each, max|row| / 448, as ``a`` and ``a_scale`` of the next product take them. They are
-            rounded to the dtype of ``x`` before, and quantised by torch behind the launch. Only
-            beside ``norm_weight``, without ``out`` and ``out_dtype``; there are no gradients.
+            rounded to the dtype of ``x`` before. Only beside ``norm_weight``, without ``out`` and
+            ``out_dtype``; there are no gradients.
         out: of the shape of x, contiguous, to write to: x itself, or memory of its own; allocated
             where None.
         out_dtype: of the result; default: that of ``out``, else that of x.

@@ -8,7 +8,8 @@ of rows that the backend takes, results become what the caller asked for.
     residual [.., N] ──▶ rows ───▶ │ (+ norm) │─▶ rows ──(+ residual, norm)──▶ residual_out [.., N]
                                    └──────────┴─▶ rows ──(copy gathered)──▶ gathered [.., K]
 
-A norm comes behind a bias; where the launch does not normalise, neither adds it the residual.
+A norm comes behind a bias; where the launch does not normalise, neither adds it the residual. Rows that
+are wanted in e4m3 are quantised by the launch that normalises, or at last.
 
 Rows are counted with the dimension that ranks share outermost, so that those of a rank follow each
 other. What is allocated lies so too: where that dimension is not the first, the result is a view.
@@ -27,7 +28,7 @@ from mkernel.backends.contracts.scaled import quantised_rows
 from mkernel.errors import ArgumentError, DtypeError, ShapeError
 from mkernel.ops import validate
 from mkernel.ops.steps import Steps
-from mkernel.plan.arguments import Strides, rows_of, scale_sizes
+from mkernel.plan.arguments import Norm, Strides, rows_of, scale_sizes
 from mkernel.plan.model import BLOCK, LaunchPlan, ScaleMode, Scales
 
 
@@ -166,6 +167,11 @@ class Normed(NamedTuple):
         there = {} if self.residual is None else {"residual": self.residual}
         return there | {"norm_weight": self.weight}
 
+    @property
+    def planned(self) -> Norm:
+        """Return the norm as a plan is made of it."""
+        return Norm(self.residual is not None, self.eps, self.quantises)
+
     def outputs(self, steps: Steps, out: Tensor) -> dict[str, Tensor]:
         """Allocate what there is beside normalised rows like ``out``: ``residual_out``, and where
         rows are quantised ``quantised`` and ``quantised_scale``."""
@@ -299,9 +305,18 @@ def after(
             steps.do(Tensor.copy_, outer, steps.do(Tensor.view, launched[name], outer.shape))
 
 
-def quantise(steps: Steps, outputs: Mapping[str, Tensor]) -> None:
-    """Quantise the normalised rows ``out`` of a call into its other outputs."""
-    steps.do(_quantised, outputs["out"], outputs["quantised"], outputs["quantised_scale"])
+def of_norm(plan: LaunchPlan) -> tuple[str, ...]:
+    """Return the outputs that a launch which normalises has beside ``out``."""
+    if plan.norm is None or plan.norm.step != "launch":
+        return ()
+    more = ("quantised", "quantised_scale") if plan.norm.quantises else ()
+    return "residual_out", *more
+
+
+def quantise(steps: Steps, plan: LaunchPlan, outputs: Mapping[str, Tensor]) -> None:
+    """Quantise a call's normalised rows where they are wanted in e4m3, and the launch does not."""
+    if "quantised" in outputs and "quantised" not in of_norm(plan):
+        steps.do(_quantised, outputs["out"], outputs["quantised"], outputs["quantised_scale"])
 
 
 def _quantised(rows: Tensor, into: Tensor, scales: Tensor) -> None:

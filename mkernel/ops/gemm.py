@@ -30,7 +30,6 @@ from mkernel.ops.steps import Steps
 from mkernel.plan.arguments import (
     RESULTS,
     Around,
-    Norm,
     Stored,
     Strides,
     copied,
@@ -221,7 +220,7 @@ class GemmOp:
             copied(strides, capabilities.takes_pitched(self.name)),
             bias is not None,
             call.products,
-            None if norm is None else Norm(norm.residual is not None, norm.eps),
+            None if norm is None else norm.planned,
             scales,
         )
         whole_sizes = {"m": rows, "n": n, "k": k}
@@ -272,21 +271,20 @@ class GemmOp:
             tensors["bias"] = bias
         if norm is not None:
             outputs |= norm.outputs(steps, outputs["out"])
-        launches_norm = plan.norm is not None and plan.norm.step == "launch"
-        if norm is not None and launches_norm:
+        of_norm = around.of_norm(plan)
+        if norm is not None and of_norm:
             tensors |= norm.given
         if scaled is not None:
             tensors |= {"a_scale": scaled.a, "b_scale": scaled.b}
         tensors |= outputs
-        behind = {"quantised", "quantised_scale"} | (set() if launches_norm else {"residual_out"})
+        behind = {"residual_out", "quantised", "quantised_scale"}.difference(of_norm)
         taken = {name: x for name, x in tensors.items() if name not in behind}
         launched = around.before(steps, plan, taken, dim)
         if given.prefetch is not None and self.name in known.plans.capabilities.prefetch_ops:
             launched["prefetch"] = given.prefetch
         record = steps.launch(world, plan, launched, **execution)
         around.after(steps, plan, launched, tensors, dim, bias, norm)
-        if norm is not None and norm.quantises:
-            around.quantise(steps, outputs)
+        around.quantise(steps, plan, outputs)
         if overwritten:  # autograd may have saved them for a backward, and must hear of it
             increment_version(overwritten)
             steps.wrote(overwritten)

@@ -156,9 +156,8 @@ def gemm_all_reduce(
         eps: added to the mean of squares; the same on every rank, above 0.
         quantise: ``row``: the normalised rows in e4m3 (``torch.float8_e4m3fn``) with a float32 scale
             each, max|row| / 448, as ``a`` and ``a_scale`` of the next product take them. They are
-            rounded to the dtype of ``a`` (beside scales, to bfloat16) before, and quantised by torch
-            behind the launch. Only beside ``norm_weight``, without ``out`` and ``out_dtype``; there are
-            no gradients.
+            rounded to the dtype of ``a`` (beside scales, to bfloat16) before. Only beside
+            ``norm_weight``, without ``out`` and ``out_dtype``; there are no gradients.
         out: [M, N] contiguous to write to, in memory of its own; allocated where None. In memory of
             :func:`mkernel.empty` kernels write it on every rank without a copy.
         out_dtype: of the result; default: that of ``out``, else that of ``a``; of e4m3 operands

@@ -325,10 +325,12 @@ NORMALISES: tuple[OpName, ...] = ("gemm_all_reduce", "all_reduce")
 
 class Norm(NamedTuple):
     """The normalisation of the rows of a sum over ranks: ``residual`` says whether a residual is
-    added before it, and ``eps`` is added to the mean of squares."""
+    added before it, ``eps`` is added to the mean of squares, and ``quantises`` says whether the rows
+    are wanted in e4m3."""
 
     residual: bool
     eps: float
+    quantises: bool = False
 
 
 class Around(NamedTuple):

@@ -40,6 +40,9 @@ class AcceleratorCapabilities(Model):
     adds_norm: bool = False
     """Says that launches of GEMM+AllReduce and AllReduce add a residual and normalise rows. Else
     the op does both, on rounded sums."""
+    quantises_norms: bool = False
+    """Says that launches which normalise give the rows in e4m3 where these are wanted. Else the op
+    quantises them."""
     scale_modes: tuple[ScaleMode, ...] = ()
     """Scale modes with which GEMM ops take e4m3 operands, whose B is column-major; empty: they take
     none. Results of such products have the dtypes in ``out_dtypes`` that

@@ -273,11 +273,13 @@ class Prediction(Model):
 
 class NormStep(Model):
     """The RMSNorm of the rows of a sum that every rank gets, perhaps with a residual added to it
-    before (``backends/contracts/norm.py``)."""
+    before (``backends/contracts/norm.py``). ``quantises``: the launch gives normalised rows in e4m3
+    with a scale each (``backends/contracts/scaled.py``)."""
 
     step: BiasStep
     residual: bool
     eps: float = Field(gt=0)
+    quantises: bool = False
 
 
 class Scales(Model):

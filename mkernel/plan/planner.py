@@ -172,7 +172,9 @@ def common_part(
 
 
 def _around_of(plan: LaunchPlan) -> Around:
-    norm = None if plan.norm is None else Norm(plan.norm.residual, plan.norm.eps)
+    norm = None
+    if plan.norm is not None:
+        norm = Norm(plan.norm.residual, plan.norm.eps, plan.norm.quantises)
     return Around(plan.copies, plan.bias is not None, plan.products, norm, plan.scales)
 
 
@@ -546,11 +548,17 @@ def _links(
 
 
 def _norm_step(around: Around, claims: AcceleratorCapabilities) -> NormStep | None:
-    """Decide who normalises: the launch if nothing is added behind it, else the op."""
+    """Decide who normalises, and quantises: the launch if nothing is added behind it, else the op."""
     if around.norm is None:
         return None
     launch = claims.adds_norm and (claims.adds_bias or not around.bias)
-    return NormStep(step="launch" if launch else "after", **around.norm._asdict())
+    residual, eps, quantises = around.norm
+    return NormStep(
+        step="launch" if launch else "after",
+        residual=residual,
+        eps=eps,
+        quantises=quantises and launch and claims.quantises_norms,
+    )
 
 
 def _path_alternatives(path: PathName, times: Prediction | None) -> tuple[Alternative, ...]:

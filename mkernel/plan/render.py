@@ -131,6 +131,7 @@ def _around(made: CommonPart) -> str:
         steps += [{"launch": "the launch adds the bias", "after": "adds the bias"}[made.bias]]
     if made.norm is not None:
         what = "adds the residual and normalises" if made.norm.residual else "normalises"
+        what += ", in e4m3" if made.norm.quantises else ""
         steps += [{"launch": f"the launch {what}", "after": what}[made.norm.step]]
     steps += [f"copies {' and '.join(after)}"] if after else []
     if made.scales is not None:

@@ -17,6 +17,7 @@ from mkernel.plan.arguments import rows_of, scale_sizes
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import (
     BLOCK,
+    E4M3,
     AttentionShape,
     CommonPart,
     DispatchShape,
@@ -210,6 +211,9 @@ def _of_norm(plan: LaunchPlan, out: _Planned, vector: tuple[str, ...]) -> dict[s
     if norm is None or norm.step != "launch":
         return {}
     found = {"norm_weight": _Planned(out.shape[1:], vector), "residual_out": out}
+    if norm.quantises:
+        found["quantised"] = _Planned(out.shape, (E4M3,))
+        found["quantised_scale"] = _Planned((out.shape[0], 1), ("float32",))
     return found | {"residual": out} if norm.residual else found
 
 

@@ -164,7 +164,7 @@ class Work(calls.Work):
         options |= {"use_fast_accum": True} if shape.fast else {}
         options |= {"return_gathered": True} if shape.gathered else {}
         options |= {"eps": self.case.eps} if shape.norm else {}
-        if shape.out_dtype and options.get("out") is None:
+        if shape.out_dtype and options.get("out") is None and "quantise" not in options:
             options["out_dtype"] = self.out.dtype
         return getattr(mkernel, shape.op)(options.pop("a"), options.pop("b"), **options)
 

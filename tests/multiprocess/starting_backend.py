@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from queueing_backend import Queueing
 
 from mkernel.backends.contracts.accelerator import Again, Call, Launch
+from mkernel.backends.contracts.scaled import quantised_rows
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 
@@ -47,6 +49,7 @@ class NativeStarter(ctypes.Structure):
 NAME = b"mkernel.call_starter.4"
 NAMES = (
     "a", "b", "bias", "out", "a_scale", "b_scale", "norm_weight", "residual", "residual_out",
+    "quantised", "quantised_scale",
 )  # fmt: skip
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
@@ -84,8 +87,9 @@ class Restartable(Launch):
         return self._again()
 
 
-class Adding(Launch):
-    """A launch whose end adds the bias."""
+class Ending(Launch):
+    """A launch whose end adds the bias, or quantises normalised rows; these are in no other memory
+    then."""
 
     def __init__(self, inner: Launch, call: Call) -> None:
         self._inner = inner
@@ -95,8 +99,13 @@ class Adding(Launch):
         if not self._inner.wait(timeout_s):
             return False
         call, self._call = self._call, None
-        if call is not None:
+        if call is not None and call.plan.bias:
             call.tensors["out"].add_(call.tensors["bias"])
+        elif call is not None:
+            found, scale = quantised_rows(call.tensors["out"])
+            call.tensors["quantised"].copy_(found)
+            call.tensors["quantised_scale"].copy_(scale)
+            call.tensors["out"].fill_(torch.nan)
         return True
 
 
@@ -120,7 +129,8 @@ class Starting(Queueing):
         return replace(made, areas=(1000,))
 
     def capabilities(self) -> AcceleratorCapabilities:
-        return super().capabilities().model_copy(update={"adds_bias": True})
+        own = {"adds_bias": True, "quantises_norms": True}
+        return super().capabilities().model_copy(update=own)
 
     def launch(self, call: Call) -> Any:
         template = replace(call, tensors={})
@@ -130,7 +140,9 @@ class Starting(Queueing):
         # As a device writes: torch's versions do not move.
         unheard = {name: each.data for name, each in call.tensors.items()}
         call = replace(call, tensors=unheard)
-        return Adding(super().launch(call), call) if call.plan.bias else super().launch(call)
+        norm, launched = call.plan.norm, super().launch(call)
+        ends = call.plan.bias or (norm is not None and norm.quantises)
+        return Ending(launched, call) if ends else launched
 
     def _starter(self, template: Call) -> Again:
         def start(_: int, native: Any) -> int:

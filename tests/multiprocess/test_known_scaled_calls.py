@@ -137,7 +137,7 @@ def normalised(quantise: Any) -> list[tuple[bool, bool]]:
     return found
 
 
-@pytest.mark.parametrize("quantise", [None])
+@pytest.mark.parametrize("quantise", [None, "row"])
 def test_normalised_products(quantise: Any) -> None:
     for found in in_ranks(normalised, quantise, ranks=2):
         assert found == [(turn > 0, True) for turn in range(4)]

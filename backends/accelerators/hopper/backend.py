@@ -164,6 +164,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 packed_shards=True,
                 adds_bias=True,
                 adds_norm=True,
+                quantises_norms=True,
                 scale_modes=scale_modes(),
                 fused_scale_modes=fused_scale_modes(),
                 fused_float32_scale_modes=fused_scale_modes(),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 STARTED = (
     "a", "b", "bias", "out", "a_scale", "b_scale", "gathered", "gathered_scale", "norm_weight",
-    "residual", "residual_out", "prefetch",
+    "residual", "residual_out", "prefetch", "quantised", "quantised_scale",
 )  # fmt: skip
 """The tensors that starters take, in the order of their addresses (``host/call_starter.hpp``)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +44,9 @@ from mkernel.plan.model import LaunchPlan, OpName, Scales
 from mkernel.topology.cost import MailCalls
 
 SENT = ("send_rows", "gemm_reduce")
-BUILT = ("AllGatherSchedule", "ReduceSchedule", "FewRowsSchedule", "Product", "RowsOfSums")
+BUILT = (
+    "AllGatherSchedule", "ReduceSchedule", "FewRowsSchedule", "Product", "RowsOfSums", "RowNorm",
+)  # fmt: skip
 STARTED = (
     "FewRowsCalls", "GatheredCopies", "PipelinedGather", "PipelinedReduce", "all_reduce",
     "reduce_scatter", "rendezvous", "push_rows", "all_gather_gemm", "all_gather", "sum_rows",
@@ -235,6 +238,48 @@ def test_who_normalises_few_rows(started: Started, n: int, may: bool, inside: bo
     dispatch.executor_of(usual)(call, CONTEXT).start(call, 5)
     assert (("start", "norm") in started.told) == inside
     assert ("norm_rows" in [name for name, *_ in started.told]) != inside
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize(
+    ("op", "path", "sizes", "kernel"),
+    [
+        ("all_reduce", "auto", (8, 4096), "sum_rows"),
+        ("all_reduce", "auto", (4096, 4096), "norm_rows"),
+        ("gemm_all_reduce", "library", (8, 4096, 512), "sum_rows"),
+        ("gemm_all_reduce", "fused", (16, 4096, 512), "norm_rows"),  # that for few rows does not
+        ("gemm_all_reduce", "fused", (4096, 4096, 512), "norm_rows"),
+    ],
+)
+def test_who_normalises_quantises(
+    started: Started, op: str, path: str, sizes: Sequence[int], kernel: str, wanted: bool
+) -> None:
+    plan = gpus(claims=with_few_rows(normalises=True)).plan(
+        op, dict(zip("mnk", sizes, strict=False)), dtype="bfloat16", path=path,
+        around=Around(norm=Norm(False, 1e-6, wanted)),
+    )  # fmt: skip
+    assert plan.norm is not None
+    assert plan.norm.quantises == wanted
+    call, rows = last_rank(plan), torch.zeros(sizes[:2]).bfloat16()
+    given = {"residual_out": rows, "norm_weight": rows[0].clone()}
+    if wanted:
+        given["quantised"] = torch.zeros(sizes[:2], dtype=torch.float8_e4m3fn)
+        given["quantised_scale"] = torch.zeros(sizes[0], 1)
+    call = replace(call, tensors={**call.tensors, **given})
+    executor = dispatch.executor_of(plan)
+    executor.workspace(plan)
+    executor(call, CONTEXT).start(call, 5)
+    (found,) = [one[2] for one in started.told if one[0] == "RowNorm"]
+    for name in ("quantised", "quantised_scale"):
+        named = f"'{name}': {given[name].data_ptr()}" if wanted else f"'{name}'"
+        assert (named in found) == wanted
+    assert not wanted or kernel in [name for name, *_ in started.told]
+    if isinstance(plan.schedule, FewRowsSchedule):
+        assert plan.schedule.normalises == (not wanted)
+        inside = plan.schedule.model_copy(update={"normalises": True})
+        if wanted:
+            with pytest.raises(Unsupported, match=r"plan\.schedule\.normalises = True"):
+                executor.workspace(plan.model_copy(update={"schedule": inside}))
 
 
 @pytest.mark.parametrize("where", ["behind", "inside"])

@@ -79,7 +79,7 @@ def launched(alone: World, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Launch
     """Of a backend that adds biases and normalises by itself: the plans, and names of the tensors, that
     it was asked to launch."""
     claims = alone.accelerator.capabilities().model_copy(
-        update={"adds_bias": True, "adds_norm": True}
+        update={"adds_bias": True, "adds_norm": True, "quantises_norms": True}
     )
     monkeypatch.setattr(alone.accelerator, "capabilities", lambda: claims)
     asked: list[tuple[LaunchPlan, set[str]]] = []
@@ -102,6 +102,16 @@ def test_what_a_launch_does_itself_it_gets(launched: list[tuple[LaunchPlan, set[
             lambda: mkernel.gemm_all_reduce(x, torch.ones(40, 40), norm_weight=weight, residual=x),
             {"a", "b"} | norm,
         ),
+        (
+            lambda: mkernel.all_reduce(x, norm_weight=weight, residual=x, quantise="row"),
+            {"x", "quantised", "quantised_scale"} | norm,
+        ),
+        (
+            lambda: mkernel.gemm_all_reduce(
+                x, torch.ones(40, 40), norm_weight=weight, residual=x, quantise="row"
+            ),
+            {"a", "b", "quantised", "quantised_scale"} | norm,
+        ),
         (lambda: mkernel.gemm_all_reduce(x, torch.ones(40, 40), bias=weight), {"a", "b", "bias"}),
         (lambda: mkernel.gemm_all_reduce(x, torch.ones(40, 40)), {"a", "b"}),
     ):
@@ -110,6 +120,7 @@ def test_what_a_launch_does_itself_it_gets(launched: list[tuple[LaunchPlan, set[
         assert names == given | {"out"}
         assert plan.bias == ("launch" if "bias" in given else None)
         assert (plan.norm is not None and plan.norm.step == "launch") == ("residual" in given)
+        assert (plan.norm is not None and plan.norm.quantises) == ("quantised" in given)
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,22 @@ def test_a_launch_normalises_where_nothing_is_added_behind_it(
     assert made.norm.step == step
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize(
+    ("adds_norm", "claimed", "bias"),
+    [(True, True, False), (True, False, False), (False, True, False), (True, True, True)],
+)
+def test_a_launch_quantises_what_it_normalises(
+    adds_norm: bool, claimed: bool, bias: bool, wanted: bool
+) -> None:
+    made = planned(
+        "gemm_all_reduce", {"m": 256, "n": 256, "k": 256},
+        {"adds_bias": False, "adds_norm": adds_norm, "quantises_norms": claimed},
+        around=Around(bias=bias, norm=Norm(True, 1e-6, wanted)),
+    )  # fmt: skip
+    assert made.norm.quantises == (adds_norm and claimed and not bias and wanted)
+
+
 @pytest.mark.parametrize("name", ["features", "kind"])
 def test_sizes_of_other_ops_are_refused(name: str) -> None:
     with pytest.raises(ArgumentError, match=rf"{name} = 3 .*none: all_gather_gemm takes m, n, k"):

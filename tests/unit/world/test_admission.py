@@ -173,6 +173,9 @@ def test_a_launch_that_normalises_takes_the_weight(op: str, shape: Any) -> None:
     assert of_two_ranks(op, shape, norm=launch) == alone
     both = NormStep(step="launch", residual=True, eps=1e-6)
     assert of_two_ranks(op, shape, norm=both) == alone | {"residual": (256, 96)}
+    narrow = NormStep(step="launch", residual=False, eps=1e-6, quantises=True)
+    quantised = {"quantised": (256, 96), "quantised_scale": (256, 1)}
+    assert of_two_ranks(op, shape, norm=narrow) == alone | quantised
 
 
 @pytest.mark.parametrize(

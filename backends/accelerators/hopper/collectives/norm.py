@@ -4,6 +4,7 @@ in one that follows.
 sum_by_mail  terms ──▶ the mail of every peer, or of owners and their sums back ──▶ sums ──▶ out, or
              their norm (``kernels/collectives/sum_rows.hpp``)
 normalise    out ──▶ + residual ──▶ residual_out, and normalised rows ──▶ out
+Both give normalised rows in e4m3 instead, ``quantised`` and ``quantised_scale``, if the plan says so.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 
 class RowNorm(NamedTuple):
     """The tensors that a norm reads and writes, at addresses that kernels can use: the call's own,
-    or copies."""
+    or copies. ``written``: those that it writes, by their names in the call."""
 
     weight: torch.Tensor
     residual: torch.Tensor | None
-    new: torch.Tensor
+    written: dict[str, torch.Tensor]
     eps: float
 
     @classmethod
@@ -40,23 +41,24 @@ class RowNorm(NamedTuple):
             return None
         given = call.tensors
         residual = aligned(given["residual"]) if norm.residual else None
-        return cls(
-            aligned(given["norm_weight"]), residual, writable(given["residual_out"]), norm.eps
-        )
+        names = ("residual_out", *(("quantised", "quantised_scale") if norm.quantises else ()))
+        written = {name: writable(given[name]) for name in names}
+        return cls(aligned(given["norm_weight"]), residual, written, norm.eps)
 
     def addresses(self) -> _hopper.RowNorm:
         """Return the addresses as native code takes them."""
         made: _hopper.RowNorm = native().RowNorm(
             weight=self.weight.data_ptr(),
             residual=0 if self.residual is None else self.residual.data_ptr(),
-            residual_out=self.new.data_ptr(),
+            **{name: each.data_ptr() for name, each in self.written.items()},
             eps=self.eps,
         )
         return made
 
     def deliver(self, call: Call) -> None:
-        """Fill the caller's new residual, if kernels write to another tensor."""
-        deliver(self.new, call.tensors["residual_out"])
+        """Fill the call's tensors, if kernels write to others."""
+        for name, each in self.written.items():
+            deliver(each, call.tensors[name])
 
 
 def rows_of(plan: LaunchPlan, blocks: int, **addresses: Any) -> _hopper.RowsOfSums:

@@ -143,11 +143,12 @@ def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
     if how.splits > how.blocks:
         raise ArgumentError("plan.schedule.splits", how.splits, f"at most blocks, {how.blocks}")
     at_once = how.tiling is None and _tiles(plan) * how.splits <= how.blocks
-    if how.normalises and not (plan.norm is not None and plan.world_size > 1 and at_once):
+    normed = plan.norm is not None and not plan.norm.quantises
+    if how.normalises and not (normed and plan.world_size > 1 and at_once):
         raise ArgumentError(
             "plan.schedule.normalises",
             True,
-            "False without a norm, or where not all tiles run at once",
+            "False without a norm, for rows in e4m3, or where not all tiles run at once",
         )
     exchanges = native().FewRowsExchange
     made: _hopper.FewRowsSchedule = native().FewRowsSchedule(

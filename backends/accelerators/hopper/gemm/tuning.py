@@ -410,8 +410,9 @@ def reduce_flags(op: str, rows: int, n: int, world: int, tiling: TilingName) -> 
 
 
 def _normed(plan: CommonPart) -> bool:
-    """Return whether a kernel that sums rows of several ranks may normalise them."""
-    return plan.norm is not None and plan.world_size > 1
+    """Return whether the kernel for few rows may normalise those of several ranks; it quantises
+    none."""
+    return plan.norm is not None and not plan.norm.quantises and plan.world_size > 1
 
 
 def few_rows(

@@ -30,6 +30,8 @@ enum : int {
     kResidual,
     kResidualOut,
     kPrefetch,
+    kQuantised,
+    kQuantisedScale,
 };
 
 class CallStarter {

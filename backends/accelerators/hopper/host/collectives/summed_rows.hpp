@@ -18,7 +18,9 @@ struct SummedRows {
     [[nodiscard]] RowNorm norm(const MkernelCall& call) const {
         if (!eps) return {};
         const auto at = [&](int which) { return reinterpret_cast<void*>(call.addresses[which]); };
-        return {at(kNormWeight), at(kResidual), at(kResidualOut), *eps};
+        return {at(kNormWeight),  at(kResidual),
+                at(kResidualOut), *eps,
+                at(kQuantised),   static_cast<float*>(at(kQuantisedScale))};
     }
 
     // Returns the rows of a call, whose terms lie at `from`.

@@ -133,14 +133,16 @@ ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_column
 }
 
 RowNorm row_norm(std::uint64_t weight, std::uint64_t residual, std::uint64_t residual_out,
-                 float eps) {
+                 float eps, std::uint64_t quantised, std::uint64_t quantised_scale) {
     require_aligned("weight", weight);
     require_aligned("residual_out", residual_out);
     if (residual != 0) require_aligned("residual", residual);
     return {.weight = reinterpret_cast<const void*>(weight),
             .residual = reinterpret_cast<const void*>(residual),
             .residual_out = reinterpret_cast<void*>(residual_out),
-            .eps = eps};
+            .eps = eps,
+            .quantised = reinterpret_cast<void*>(quantised),
+            .scales = reinterpret_cast<float*>(quantised_scale)};
 }
 
 FewRowsSchedule few_rows_schedule(int m, int splits, bool unrounded, FewRowsExchange exchange,
@@ -255,7 +257,7 @@ void bind_pipelined(py::module_& module) {
 void bind_few_rows(py::module_& module) {
     py::class_<RowNorm>(module, "RowNorm")
         .def(py::init(&row_norm), py::kw_only(), "weight"_a, "residual"_a = 0, "residual_out"_a,
-             "eps"_a);
+             "eps"_a, "quantised"_a = 0, "quantised_scale"_a = 0);
     py::enum_<FewRowsExchange>(module, "FewRowsExchange")
         .value("gemm_all_reduce", FewRowsExchange::all_reduce)
         .value("gemm_reduce_scatter", FewRowsExchange::reduce_scatter);

@@ -13,6 +13,7 @@
 #include "backends/accelerators/hopper/kernels/collectives/ordered_sum.cuh"
 #include "backends/accelerators/hopper/kernels/eight.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
+#include "backends/accelerators/hopper/tile/e4m3.cuh"
 
 namespace mkernel::hopper {
 namespace {
@@ -125,16 +126,51 @@ struct Row {
         });
     }
     __device__ void store(void* rows, unsigned vector, const float (&values)[8]) const {
-        ptx::store_16(static_cast<char*>(rows) + place + vector * 16, round_eight<Element>(values));
+        store_words(rows, vector, round_eight<Element>(values));
     }
-    __device__ void store_normed(const RowsOfSums& sums, unsigned vector, const float (&r)[8],
-                                 float scale, uint4 weights) const {
+    __device__ void store_words(void* rows, unsigned vector, uint4 words) const {
+        ptx::store_16(static_cast<char*>(rows) + place + vector * 16, words);
+    }
+    // Returns 8 normalised elements, rounded.
+    static __device__ uint4 normed(const float (&r)[8], float scale, uint4 weights) {
         float weight[8] = {}, normed[8];
         add_eight<Element>(weight, weights);
 #pragma unroll
         for (int i = 0; i < 8; ++i) normed[i] = r[i] * scale * weight[i];
-        store(sums.out, vector, normed);
+        return round_eight<Element>(normed);
     }
+    __device__ void store_quantised(void* rows, unsigned vector, uint4 words, float scale) const {
+        const auto two = [&](std::uint32_t word) {
+            const float2 both = ptx::unpack<Element>(word);
+            return std::uint32_t{quantise_two(both.x, both.y, scale)};
+        };
+        *reinterpret_cast<uint2*>(static_cast<char*>(rows) + place / 2 + vector * 8) = {
+            two(words.x) | two(words.y) << 16, two(words.z) | two(words.w) << 16};
+    }
+};
+
+// The largest of 16-bit elements by their sizes' bits, in whose order NaN is the largest.
+class Largest {
+  public:
+    __device__ void add(uint4 words) {
+        const std::uint32_t two[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (const std::uint32_t each : two) most_ = __vmaxu2(most_, each & 0x7FFF7FFFu);
+    }
+    // Returns the scale of a row whose elements all threads of the block have added. A barrier lies between two
+    // calls.
+    template <class Element>
+    __device__ float scale_of_row() const {
+        __shared__ unsigned of_warps[kMostThreads / 32];
+        unsigned most = __reduce_max_sync(~0u, max(most_ & 0xFFFFu, most_ >> 16));
+        if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = most;
+        __syncthreads();
+        for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) most = max(most, of_warps[warp]);
+        return e4m3_scale(size_bits(ptx::unpack<Element>(most).x));
+    }
+
+  private:
+    std::uint32_t most_ = 0;
 };
 
 __device__ inline float squares_of(const float (&values)[8]) {
@@ -147,6 +183,18 @@ __device__ inline float squares_of(const float (&values)[8]) {
 // Returns the factor of a row whose squares have this sum.
 __device__ inline float scale_of(const RowsOfSums& sums, float squares) {
     return rsqrtf(squares / static_cast<float>(sums.columns) + sums.norm.eps);
+}
+
+// Stores a row in e4m3, and its scale. `rounded(vector)` returns 8 of its elements in 16 bits, all of which threads have
+// added to their `largest`. Called by all threads.
+template <class Element, int kBatch, class Rounded>
+__device__ void quantise_row(const Row<Element, kBatch>& row, const RowNorm& norm,
+                             std::uint32_t number, const Largest& largest, Rounded&& rounded) {
+    const float scale = largest.scale_of_row<Element>();
+    for (unsigned vector = threadIdx.x; vector < row.vectors; vector += blockDim.x) {
+        row.store_quantised(norm.quantised, vector, rounded(vector), scale);
+    }
+    if (threadIdx.x == 0) norm.scales[number] = scale;
 }
 
 // Stores a row, or its norm. `sum(row, first, sums)` adds up the thread's vectors from `first` on, and returns whether
@@ -185,14 +233,26 @@ __device__ bool finish_row(const RowsOfSums& rows, std::uint32_t number, Sum&& s
     if constexpr (!kNorm) return going;
     if (!block_sum(squares, going, squares)) return false;
     const float scale = scale_of(rows, squares);
+    Largest largest;
     row.for_batches([&](unsigned first) {
         if (first != threadIdx.x) row.load_from(norm.weight, first, weights);
         row.for_batch(first, [&](int i, unsigned vector) {
+            float* const at = unrounded + vector * 8;
             float r[8];
 #pragma unroll
-            for (int each = 0; each < 8; ++each) r[each] = unrounded[vector * 8 + each];
-            row.store_normed(rows, vector, r, scale, weights[i]);
+            for (int each = 0; each < 8; ++each) r[each] = at[each];
+            const uint4 words = row.normed(r, scale, weights[i]);
+            if (norm.quantised == nullptr) {
+                row.store_words(rows.out, vector, words);
+            } else {
+                largest.add(words);
+                *reinterpret_cast<uint4*>(at) = words;
+            }
         });
+    });
+    if (norm.quantised == nullptr) return true;
+    quantise_row(row, norm, number, largest, [&](unsigned vector) {
+        return *reinterpret_cast<const uint4*>(unrounded + vector * 8);
     });
     return true;
 }
@@ -420,9 +480,22 @@ __global__ void __launch_bounds__(kMostThreads, kBatch == 1 ? 2 : 1)
                 row.load_from(norm.weight, first, weights);
             }
             row.for_batch(first, [&](int i, unsigned vector) {
-                row.store_normed(sums, vector, r[i], scale, weights[i]);
+                row.store_words(sums.out, vector, row.normed(r[i], scale, weights[i]));
             });
         });
+    }
+    if (norm.quantised == nullptr) return;
+    for (std::uint32_t number = blockIdx.x; number < sums.rows; number += gridDim.x) {
+        const Row<Element, kBatch> row(sums, number);
+        const auto rounded = [&](unsigned vector) {
+            return ptx::load_16(static_cast<const char*>(sums.out) + row.place + vector * 16);
+        };
+        Largest largest;
+        for (unsigned vector = threadIdx.x; vector < row.vectors; vector += blockDim.x) {
+            largest.add(rounded(vector));
+        }
+        quantise_row(row, norm, number, largest, rounded);
+        __syncthreads();
     }
 }
 
@@ -443,14 +516,18 @@ void check(const RowsOfSums& sums) {
                                     "; expected a multiple of 8");
     }
     const RowNorm& norm = sums.norm;
-    for (const void* at : {sums.from, static_cast<const void*>(sums.out), norm.weight,
-                           norm.residual, static_cast<const void*>(norm.residual_out)}) {
+    for (const void* at :
+         {sums.from, static_cast<const void*>(sums.out), norm.weight, norm.residual,
+          static_cast<const void*>(norm.residual_out), static_cast<const void*>(norm.quantised)}) {
         if (reinterpret_cast<std::uintptr_t>(at) % 16 != 0) {
             throw std::invalid_argument("rows that are not aligned to 16 bytes");
         }
     }
     if ((norm.weight == nullptr) != (norm.residual_out == nullptr)) {
         throw std::invalid_argument("a norm has a weight and rows to write the new residual to");
+    }
+    if ((norm.quantised == nullptr) != (norm.scales == nullptr)) {
+        throw std::invalid_argument("rows in e4m3 have scales");
     }
 }
 

@@ -7,10 +7,12 @@
 //              rows as their sums come, as above
 //   norm_rows  rows that any other kernel summed, + residual ──▶ r ──▶ residual_out, normalised rows ──▶ out
 //
-// r / sqrt(mean(r^2) + eps) * weight, in float32; r and the result are rounded once each. A block has whole
-// rows, so the block that summed a row, or took its sum, normalises it. Residual and weight are loaded before the
-// wait for the sum. Sums start from +0 and go from rank 0 to the last one everywhere, or are made by one rank, and
-// those of squares go over threads in a fixed order: results are the same bits on all ranks, and always the same.
+// r / sqrt(mean(r^2) + eps) * weight, in float32; r and the result are rounded once each. Where rows are wanted in
+// e4m3, the rounded result is quantised (tile/e4m3.cuh), each row by a scale of its own; then `out` need not be there,
+// except for norm_rows, which leaves the rounded rows in it. A block has whole rows, so the block that summed a row, or
+// took its sum, normalises it. Residual and weight are loaded before the wait for the sum. Sums start from +0 and go
+// from rank 0 to the last one everywhere, or are made by one rank, and those of squares go over threads in a fixed
+// order: results are the same bits on all ranks, and always the same.
 //
 // sum_rows is brief (device/call.cuh): each rank waits for all that its peers write into its memory. A block
 // sends its next row before it waits for this one (and takes the sum of the row before), and waits only for the
