@@ -222,7 +222,7 @@ def test_sums_in_two_exchanges_go_by_mail(fabric: Any, m: int, mailed: bool) -> 
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("m", [1, 64, 512, 4096])
+@pytest.mark.parametrize("m", [1, 64, 512, 8192])
 def test_who_normalises(fabric: Any, m: int, bias: bool) -> None:
     """The kernel that takes the rows by mail, as rows of 16-bit operands."""
     norm = Norm(True, 1e-6)
