@@ -4,6 +4,7 @@ claimed."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from math import lcm
 from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
@@ -11,7 +12,9 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 import mkernel
+from mkernel.backends.contracts.scaled import quantised_rows
 from mkernel.cases import Case
+from mkernel.cases.all_reduce import SumCase
 from mkernel.conformance.accelerator_subject import AcceleratorSubject
 from mkernel.conformance.check import Check
 from mkernel.conformance.checks.attention import with_nonfinite
@@ -26,7 +29,7 @@ from mkernel.conformance.grid import (
     whole_mnk,
     with_tensors,
 )
-from mkernel.conformance.ranks import Judge, describe, each_case, judge_calls, where
+from mkernel.conformance.ranks import Judge, describe, each_case, judge_calls, moved, where
 from mkernel.harness.outcome import CheckSkipped
 from mkernel.ops import moe as moe_op
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
@@ -86,7 +89,7 @@ def operands(subject: AcceleratorSubject) -> None:
 
 def norms(subject: AcceleratorSubject) -> None:
     """Check a residual and RMSNorm after a sum, done by the launch if the backend claims it, or by
-    the op."""
+    the op; and rows in e4m3, quantised by whichever is claimed."""
     each: list[dict[str, Any]] = [{"norm": "residual"}, {"norm": "alone"}]
     more = {"gemm_all_reduce": {"bias": True}, "all_reduce": {"in_place": True}}
     cases = [
@@ -98,6 +101,30 @@ def norms(subject: AcceleratorSubject) -> None:
         if dtype == out_dtype or "in_place" not in options
     ]
     subject.judge(each_case, judge_calls, in_turn(cases), 3, world=(1, 2))
+    quantised = [
+        typical(subject, op, 2, {"m": 33}, dtype=dtype, out_dtype=out_dtype, options={"norm": norm})
+        for op in subject.claimed(*more)
+        for dtype, out_dtype in subject.capabilities.dtype_pairs()
+        if dtype == out_dtype
+        for norm in ("residual", "alone")
+    ]
+    subject.judge(each_case, _judge_quantised, quantised, 2, world=(1, 2))
+
+
+def _judge_quantised(case: Case, calls: int) -> Iterator[str]:
+    """Call a case's op with rows in e4m3 and without, and yield where the first are not the second,
+    quantised."""
+    assert isinstance(case, SumCase)
+    world = mkernel.world()
+    for iteration in range(calls):
+        given = moved(case.inputs(world.rank, world.size, iteration))
+        call = partial(getattr(mkernel, case.op), **given, eps=case.eps)
+        plain, found = call(), call(quantise="row")
+        normed, *new = plain if "residual" in given else (plain,)
+        wanted = *quantised_rows(normed), *new
+        for name, got, right in zip(("rows", "scales", "residual"), found, wanted, strict=False):
+            if not torch.equal(got.view(torch.uint8), right.view(torch.uint8)):
+                yield f"{describe(case)}, {where()}: other {name} in e4m3 than of the plain call"
 
 
 def scales(subject: AcceleratorSubject) -> None:

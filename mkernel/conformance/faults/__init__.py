@@ -513,6 +513,8 @@ TABLE: tuple[Row, ...] = (
     planted(Altered, "ResidualOfEachRank", "Each rank adds the residual to what it sends.", "norms",
             inputs("residual", change=lambda call, rows: rows * call.plan.world_size),
             ops=("all_reduce",)),
+    planted(Honest, "QuantisesNothing", "Claims to quantise normalised rows, and does not.", "norms",
+            claims(lambda honest: {"quantises_norms": True})),
     planted(Altered, "LosesTermsInPlace",
             "Where the sum goes into x, a rank's own terms of the last row are not in it.",
             "shapes", calls(_lose_terms_in_place), ops=("all_reduce",)),
