@@ -53,7 +53,15 @@ def test_gemms_take_what_their_plan_predicts(
 
 
 @pytest.mark.parametrize(
-    "op", ["all_gather_gemm", *SUMS, "moe_dispatch_gemm", "moe_combine", "ring_attention"]
+    "op",
+    [
+        "all_gather_gemm",
+        *SUMS,
+        "moe_dispatch",
+        "moe_dispatch_gemm",
+        "moe_combine",
+        "ring_attention",
+    ],
 )
 def test_between_nodes_a_call_is_modelled_with_the_nics_that_its_plan_predicts_with(
     op: OpName,

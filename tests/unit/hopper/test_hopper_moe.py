@@ -19,7 +19,11 @@ from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.moe import executors as moe
 from mkernel.backends.accelerators.hopper.moe import tuning as moe_tuning
 from mkernel.backends.accelerators.hopper.moe.reports import MoeReports
-from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, GemmCombineSchedule
+from mkernel.backends.accelerators.hopper.schedule import (
+    DispatchSchedule,
+    GemmCombineSchedule,
+    RowsSchedule,
+)
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
@@ -28,16 +32,19 @@ from mkernel.plan.arguments import Around
 from mkernel.plan.model import E4M3, GemmCombineShape, LaunchPlan, MoeShape, Scales
 from mkernel.plan.pipeline import Returns
 from mkernel.plan.planner import explain
+from mkernel.plan.shapes import size_names
 
 WORLD, RANK, MAIN, BESIDE = 2, 1, 5, 6
 ROWS = 11
 SIZES = {"tokens": 12, "hidden": 64, "features": 128, "experts": 8, "top_k": 3}
-STARTED = ("push_rows", "push_wanted", "moe_route", "quantise_rows", "moe_grouped", "moe_home")
-FRESH = ("a", "out", "out_scales", "counts", "ids", "y", "permuted")
+STARTED = (
+    "push_rows", "push_wanted", "moe_route", "quantise_rows", "copy_rows", "moe_grouped", "moe_home",
+)  # fmt: skip
+FRESH = ("a", "out", "out_scales", "scales", "counts", "ids", "y", "permuted")
 """Addresses of memory that a call allocates, or zero."""
 BUILT = (
     "Routing", "GroupedProduct", "Home", "AllGatherSchedule", "MoeSizes", "QuantisedRows",
-    "WantedTokens",
+    "WantedTokens", "DispatchedRows",
 )  # fmt: skip
 
 
@@ -126,10 +133,12 @@ def world_of(size: int) -> WalkedWorld:
 
 
 def planned(op: str, **changes: Any) -> LaunchPlan:
-    sizes = {**SIZES, **changes}
-    if op == "moe_combine":
-        del sizes["hidden"]
-    return world_of_two().plan(op, sizes, dtype="bfloat16")
+    return world_of_two().plan(op, sizes_of(op, changes), dtype="bfloat16")
+
+
+def sizes_of(op: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """The sizes, of these, that an op takes."""
+    return {name: size for name, size in SIZES.items() if name in size_names(op)} | changes
 
 
 def called(plan: LaunchPlan, view: View = "pipelined") -> Call:
@@ -142,9 +151,10 @@ def called(plan: LaunchPlan, view: View = "pipelined") -> Call:
     words = HopperAccelerator().routing_words(WORLD, tokens, top_k, experts) + 1
     tensors = {"routing": torch.zeros(words, dtype=torch.int32)}
     weights = {"topk_weights": torch.zeros(tokens, top_k)}
-    if plan.op == "moe_dispatch_gemm":
+    if plan.op in ("moe_dispatch", "moe_dispatch_gemm"):
         ids = torch.zeros(tokens, top_k, dtype=torch.int32)
-        tensors |= {"x": torch.zeros(tokens, SIZES["hidden"]).bfloat16(), "topk_ids": ids, "w": up}
+        tensors |= {"x": torch.zeros(tokens, SIZES["hidden"]).bfloat16(), "topk_ids": ids}
+        tensors |= {"w": up} if plan.op == "moe_dispatch_gemm" else {}
     elif plan.op == "moe_combine":
         y = torch.zeros(ROWS, SIZES["features"]).bfloat16()
         tensors |= {"y": y, **weights, "out": y.new_zeros(tokens, SIZES["features"])}
@@ -352,6 +362,65 @@ def test_a_capacity_is_the_height_and_nothing_is_waited_for(started: Started) ->
     assert HopperAccelerator().dispatched_rows(words.clone()) is None
     words[0] = 1
     assert HopperAccelerator().dispatched_rows(words) is None
+
+
+def test_rows_without_a_product_are_copied_behind_the_push_that_they_would_keep_out(
+    started: Started,
+) -> None:
+    usual = planned("moe_dispatch")
+    how = usual.part(RowsSchedule).model_copy(update={"push_blocks": 6})
+    call = called(usual.model_copy(update={"schedule": how}))
+    order: Any = Joins(started)
+    where = DispatchContext(0, order, 64, reports=Reports())
+    found = dispatch.executor_of(call.plan)(call, where).start(call, MAIN)
+    assert started.names == [("push_wanted", BESIDE), ("moe_route", MAIN), ("copy_rows", MAIN)]
+    assert (order.at, order.open) == ([2], 0)
+    assert found["rows"].shape == (ROWS, SIZES["hidden"])
+    copies = started.given["DispatchedRows"]
+    assert (copies["a"], copies["waits"]) == (call.tensors["x"].data_ptr(), True)
+    started.told.clear()
+    run(replace(call, view="compute_only"))
+    assert started.names == [("moe_route", MAIN), ("copy_rows", MAIN)]
+
+
+def test_rows_of_a_routing_that_is_there_need_neither_ids_nor_the_host(started: Started) -> None:
+    """They have the height that the dispatch of this process gave, which a graph may capture too; in a
+    copy of the words it is read from the last but one."""
+    first = called(planned("moe_dispatch", capacity=40))
+    run(first)
+    words = first.tensors["routing"]
+    plan = planned("moe_dispatch", routed=True)
+    how = plan.part(RowsSchedule).model_copy(update={"push_blocks": 0})
+    plan = plan.model_copy(update={"schedule": how})
+    again = replace(first, plan=plan, tensors={**first.tensors, "topk_ids": words.new_zeros(0)})
+    started.told.clear()
+    found = run(again)
+    assert started.names == [("push_rows", BESIDE), ("copy_rows", MAIN)]
+    assert (found["rows"].shape, "counts" in found) == ((40, SIZES["hidden"]), False)
+    copied = words.clone()
+    copied[-2] = 24
+    found = run(replace(again, tensors={**again.tensors, "routing": copied}))
+    assert len(found["rows"]) == 24
+    how = how.model_copy(update={"push_blocks": 6})
+    run(replace(again, plan=plan.model_copy(update={"schedule": how})))
+    own = RANK * SIZES["tokens"] * SIZES["top_k"]
+    assert started.given["WantedTokens"]["ids"] == words[own:].data_ptr()
+
+
+@pytest.mark.parametrize("quantises", ["bfloat16", None])
+def test_rows_in_e4m3_come_with_their_scales(started: Started, quantises: Any) -> None:
+    around = Around(scales=Scales(mode="block", quantises=quantises))
+    sizes = sizes_of("moe_dispatch", {"hidden": 256})
+    plan = world_of_two().plan("moe_dispatch", sizes, dtype=E4M3, around=around)
+    tokens = SIZES["tokens"]
+    kind = torch.bfloat16 if quantises else torch.float8_e4m3fn
+    tensors = called(planned("moe_dispatch")).tensors | {"x": torch.zeros(tokens, 256, dtype=kind)}
+    tensors |= {} if quantises else {"x_scale": torch.ones(tokens, 2)}
+    found = run(call_of(plan, tensors, "pipelined"))
+    assert (found["rows"].dtype, found["scales"].shape) == (torch.float8_e4m3fn, (ROWS, 2))
+    copies = started.given["DispatchedRows"]
+    assert (copies["row_bytes"], copies["width"]) == (256 + 16, 256)
+    assert copies["scales"] == found["scales"].data_ptr()
 
 
 def test_results_come_home_by_slot_or_by_rank(started: Started) -> None:

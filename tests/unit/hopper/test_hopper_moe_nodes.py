@@ -47,9 +47,7 @@ def two_nodes(direct: bool = True) -> WalkedWorld:
 
 
 def planned(op: str, direct: bool = True, **options: Any) -> LaunchPlan:
-    sizes = {**SIZES, **options}
-    if op == "moe_combine":
-        del sizes["hidden"]
+    sizes = one_node.sizes_of(op, options)
     return two_nodes(direct).plan(op, sizes, dtype="bfloat16")
 
 
@@ -68,6 +66,16 @@ def test_tokens_leave_with_their_ids_and_the_product_waits_for_neither(started: 
     started.told.clear()
     run(called(plan, "compute_only"))
     assert started.names == [("moe_route", MAIN), ("moe_grouped", MAIN)]
+
+
+def test_rows_travel_so_too_and_a_routing_is_used_again_inside_a_node_alone(
+    started: Started,
+) -> None:
+    run(called(planned("moe_dispatch")))
+    travels = [(each, BESIDE) for each in ("push_rows", "send_far", "send_far", "land_far")]
+    assert started.names == [*travels, ("moe_route", MAIN), ("copy_rows", MAIN)]
+    with pytest.raises(Unsupported, match="in worlds of one node; this one has 2"):
+        planned("moe_dispatch", routed=True)
 
 
 @pytest.mark.parametrize("op", MOE)
@@ -119,7 +127,7 @@ def test_results_by_slot_are_refused(started: Started) -> None:
     ):
         planned("moe_gemm_combine", returns="slots")
     claims = HopperAccelerator().capabilities()
-    assert [of_op(op, "hopper", claims, 2) for op in MOE] == [()] * 3
+    assert [of_op(op, "hopper", claims, 2) for op in MOE] == [()] * len(MOE)
 
 
 @pytest.mark.parametrize("op", MOE)
@@ -130,7 +138,7 @@ def test_areas(started: Started, op: str) -> None:
     assert (direct.routes.staged, staged.routes.staged) == (False, True)
     sizes = moe.sizes_of(2, SIZES["tokens"], SIZES["top_k"], SIZES["experts"])
     row_bytes = 2 * SIZES["hidden"]
-    if op == "moe_dispatch_gemm":
+    if op in ("moe_dispatch", "moe_dispatch_gemm"):
         whole, outbox = sizes.dispatch_bytes(row_bytes), 0
         slots = [sizes.far_tokens(row_bytes), sizes.far_ids(row_bytes)]
     else:

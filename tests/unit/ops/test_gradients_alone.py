@@ -64,6 +64,12 @@ OPS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "all_reduce, without a residual": (
         lambda x, w: mkernel.all_reduce(x, norm_weight=w), [(2, 3), (3,)]
     ),
+    "moe_dispatch": (
+        lambda x: mkernel.moe_dispatch(x, IDS, num_experts=2, capacity=7).rows, [(3, 2)]
+    ),
+    "moe_dispatch, routed": (
+        lambda x: mkernel.moe_dispatch(x, IDS, num_experts=2, handle=handle()).rows, [(3, 2)]
+    ),
     "moe_dispatch_gemm": (
         lambda x, w: mkernel.moe_dispatch_gemm(x, IDS, w).outputs, [(3, 2), (2, 2, 4)]
     ),

@@ -45,6 +45,7 @@ from mkernel.plan.arguments import Around
 from mkernel.plan.model import (
     E4M3,
     CombineShape,
+    DispatchShape,
     GemmCombineShape,
     LaunchPlan,
     MoeShape,
@@ -62,6 +63,7 @@ SIZES: dict[str, dict[str, int]] = {
     "gemm_reduce_scatter": {"m": 96, "n": 16, "k": 8},
     "gemm_all_reduce": {"m": 94, "n": 16, "k": 8},
     "all_reduce": {"m": 94, "n": 16},
+    "moe_dispatch": {"tokens": 24, "hidden": 8, "experts": 8, "top_k": 2},
     "moe_dispatch_gemm": {"tokens": 24, "hidden": 8, "features": 12, "experts": 8, "top_k": 2},
     "moe_combine": {"tokens": 24, "features": 12, "experts": 8, "top_k": 2},
     "moe_gemm_combine": {"tokens": 24, "hidden": 16, "features": 8, "experts": 8, "top_k": 2},
@@ -271,7 +273,7 @@ def tensors(plan: LaunchPlan) -> dict[str, torch.Tensor]:
 def routed(plan: LaunchPlan, given: dict[str, torch.Tensor]) -> None:
     """``routing`` of a dispatch whose tokens go everywhere, with a mark; other tensors get its rows."""
     shape = plan.shape
-    assert isinstance(shape, CombineShape | GemmCombineShape | MoeShape)
+    assert isinstance(shape, CombineShape | DispatchShape | GemmCombineShape | MoeShape)
     every = torch.arange(WORLD * shape.tokens * shape.top_k, dtype=torch.int32) % shape.experts
     ids = every.view(WORLD, shape.tokens, shape.top_k)
     rows = len(route(ids, RANK, shape.experts // WORLD).row_token)

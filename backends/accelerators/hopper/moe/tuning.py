@@ -224,7 +224,8 @@ def _dispatch_us(plan: CommonPart, processors: int, pushing: int) -> float:
     experts have many own rows, these are multiplied while the others travel, beside the blocks that
     push."""
     if isinstance(plan.shape, DispatchShape):
-        return travel_us(plan, pushing)
+        before = 0.0 if plan.shape.routed else machine().experts.route_us
+        return max(travel_us(plan, pushing), before)
     product = _Product(plan)
     multiplied = min(product.us(machine().experts.gathered_tflops), product.permuted_us())
     own = 0.0
