@@ -385,7 +385,8 @@ class MoeRowsCase(MoeCase):
         return {"rows": ((rows, self._hidden()), getattr(torch, self.out_dtype))}
 
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
-        """Call the dispatch; with the option, after one of other tokens for its handle."""
+        """Call the dispatch; with the option, after one of other tokens for its handle, and without
+        ids."""
         x, ids, experts = tensors["x"], tensors["topk_ids"], self.sizes["experts"]
         call = partial(
             dispatch_rows, topk_ids=ids, x_scale=tensors.get("x_scale"), num_experts=experts,
@@ -394,7 +395,7 @@ class MoeRowsCase(MoeCase):
         handle = {}
         if self.options.get("handle"):
             first = call(x.flip(0), wait=execution["wait"])
-            handle = first.outputs["handle"]._asdict()
+            handle = {"topk_ids": torch.full_like(ids, -1), **first.outputs["handle"]._asdict()}
         sent = call(x, **handle, **execution)
         found = {name: each for name, each in sent.outputs.items() if name != "handle"}
         return Outcome(found, sent.plan, sent.record)

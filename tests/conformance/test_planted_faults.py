@@ -36,7 +36,7 @@ BROAD = {
 CLASSES = {
     "gathers": ("all_gather_gemm",),
     "sums": ("gemm_reduce_scatter", "gemm_all_reduce", "all_reduce"),
-    "experts": ("moe_dispatch_gemm", "moe_combine", "moe_gemm_combine"),
+    "experts": ("moe_dispatch", "moe_dispatch_gemm", "moe_combine", "moe_gemm_combine"),
     "attention": ("ring_attention",),
 }
 """Ops that move bytes alike. CI plants each broad fault in one op of each class, in turn, so that it
