@@ -31,13 +31,17 @@ _ROUNDING: dict[str, float] = {
     "float8_e4m3fn": 2.0**-3,
 }
 """The relative size of two roundings of an element."""
+_EXPERTS = ("moe_dispatch_gemm", "moe_gemm_combine")
 _DESCRIPTORS = 14
 """The number of descriptors that a store and a rank's connection to it open."""
 _SLACK = {"ring_attention": 2e-2}
 _SLACK_ELSEWHERE = 2e-3
+_SLACK_OF_E4M3_EXPERTS = 5e-3
 """The error that one element may have beyond rounding, relative to the output's root mean
 square. A wrong element is off by about 1; a relative Frobenius error alone would let one in a
-million pass."""
+million pass. Matrix units add the products of a block of e4m3 experts with 14 bits: of 6144 elements
+of an H200 one was off by more than 2e-3, and emulated ones are off by up to 3.9e-3
+(``tests/unit/cases/test_fast_accumulation.py`` emulates such sums)."""
 
 
 def seconds_apart(case: Case, iteration: int, most_s: float) -> None:
@@ -240,6 +244,8 @@ def _differs(
     scale = float(true.square().mean().sqrt())
     eps = _ROUNDING[str(got.dtype).removeprefix("torch.")]
     slack = _SLACK.get(case.op, _SLACK_ELSEWHERE)
+    if case.op in _EXPERTS and case.dtype == "float8_e4m3fn":
+        slack = _SLACK_OF_E4M3_EXPERTS
     allowed = eps * true.abs() + slack * scale
     if partials is not None:
         allowed += eps / 2 * partials[finite]
