@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing"
 GEMMS_BY_ALIAS = "ag_gemm,gemm_rs,gemm_ar"
 OTHERS = {
     "all_reduce": "m=161 n=128",
+    "moe_dispatch": "tokens=160 hidden=24 experts=4 top_k=2",
     "moe_dispatch_gemm": "tokens=160 hidden=24 features=128 experts=4 top_k=2",
     "moe_combine": "tokens=160 features=128 experts=4 top_k=2",
     "moe_gemm_combine": "tokens=160 hidden=64 features=128 experts=4 top_k=2",
@@ -27,6 +28,7 @@ OTHERS = {
 PRODUCT = {"m": 162, "n": 128, "k": 96}
 WRONG = "wrong_contenders:ForgetsTheResidual"
 PEERS = {
+    "moe_dispatch": ("gather+grouped",),
     "moe_dispatch_gemm": ("gather+grouped",),
     "moe_gemm_combine": ("gather+grouped",),
     "moe_layer": ("gather+grouped",),
@@ -186,7 +188,7 @@ def test_a_faulty_backend_has_no_right_row(tmp_path: Path, op: str, fault: str) 
         assert row["entries"]["mkernel"]["state"] == "wrong", row["shape"]["op"]
 
 
-WITHOUT_PRODUCT = ("moe_combine", "all_reduce")
+WITHOUT_PRODUCT = ("moe_dispatch", "moe_combine", "all_reduce")
 NOT_SIMULATED = ("moe_gemm_combine", "moe_layer", "all_reduce", "ring_attention_backward")
 
 

@@ -24,7 +24,7 @@ from mkernel.harness.problem import Inputs, Problem
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
-OPS = ("moe_dispatch_gemm", "moe_gemm_combine", "moe_layer")
+OPS = ("moe_dispatch_gemm", "moe_gemm_combine", "moe_layer", "moe_dispatch")
 SIZES = {"tokens": 60, "hidden": 64, "features": 128, "experts": 4, "top_k": 2}
 SCALED_SIZES = {"tokens": 61, "hidden": 384, "features": 128, "experts": 6, "top_k": 2}
 
@@ -143,7 +143,7 @@ def test_deep_ep_is_right_and_shifted_tokens_are_seen(op: str) -> None:
     assert (shifted != [[], []]) == (op != "moe_gemm_combine")  # whose rows are given
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPS[:3])
 def test_products_alone_are_timed_where_libraries_are_barred(op: str) -> None:
     """So that overlap between nodes has a T_c."""
     assert mkernel.launch(errors_alone, op, ranks_per_node=2, accelerator="streams") == [[], []]
@@ -195,7 +195,7 @@ def test_peers_with_e4m3_experts(kind: type[Contender], op: str) -> None:
 
 @pytest.mark.parametrize("kind", [NcclCublas, GatheredExperts, Gemm])
 def test_what_has_a_peer_with_e4m3_experts_on_a_device(kind: type[Contender]) -> None:
-    for op in OPS:
+    for op in OPS[:3]:
         options = {"scales": "block"}
         case = case_of(op)(SCALED_SIZES, "float8_e4m3fn", "bfloat16", "column", options=options)
         why = kind.unusable(Problem(case, 0, 2, torch.device("cuda")))

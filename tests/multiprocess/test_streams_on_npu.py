@@ -29,6 +29,7 @@ SIZES = {
     "gemm_reduce_scatter": {"m": 24, "n": 10, "k": 16},
     "gemm_all_reduce": {"m": 25, "n": 10, "k": 16},
     "all_reduce": {"m": 25, "n": 10},
+    "moe_dispatch": {"tokens": 9, "hidden": 8, "experts": 4, "top_k": 2},
     "moe_dispatch_gemm": {"tokens": 9, "hidden": 8, "features": 6, "experts": 4, "top_k": 2},
     "moe_combine": {"tokens": 9, "features": 6, "experts": 4, "top_k": 2},
     "moe_gemm_combine": {"tokens": 9, "hidden": 5, "features": 6, "experts": 4, "top_k": 2},

@@ -297,7 +297,7 @@ def _reuse_one_buffer(call: Ended) -> None:
         buffer = call.kept.setdefault(mine.dtype, torch.zeros(1 << 20, dtype=mine.dtype))
         view = buffer[: mine.numel()].view(mine.shape)
         view.copy_(mine)
-        call.results["outputs"] = view
+        call.results[call.name] = view
 
 
 # ---- bits ----------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ def _without_tail(h: torch.Tensor) -> torch.Tensor:
 
 def _reverse_experts_rows(ended: Ended) -> None:
     if parts := ended.by_expert():
-        ended.results["outputs"] = torch.cat([part.flip(0) for part in parts])
+        ended.results[ended.name] = torch.cat([part.flip(0) for part in parts])
 
 
 class _LatestHandleOnly(Altered):

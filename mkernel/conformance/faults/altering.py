@@ -106,15 +106,20 @@ class Ended:
         """Return every result, wherever it lies."""
         return [*self.outputs.values(), *self.grouped()]
 
+    @property
+    def name(self) -> str:
+        """Return the name of a dispatch's result."""
+        return "rows" if "rows" in self.results else "outputs"
+
     def grouped(self) -> list[torch.Tensor]:
         """Return the results of a dispatch: one tensor, or none of other ops."""
-        return [self.results["outputs"]] if "outputs" in self.results else []
+        return [self.results[self.name]] if self.name in self.results else []
 
     def by_expert(self) -> list[torch.Tensor]:
         """Return each expert's rows of a dispatch."""
         if "counts" not in self.results:
             return []
-        return list(torch.split(self.results["outputs"], self.results["counts"].tolist()))
+        return list(torch.split(self.results[self.name], self.results["counts"].tolist()))
 
     def previous(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield every result with that of the plan's previous call, from its second call on."""

@@ -19,7 +19,9 @@ def problem(op: str, **other: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("op", ["moe_dispatch_gemm", "moe_gemm_combine", "moe_layer"])
+@pytest.mark.parametrize(
+    "op", ["moe_dispatch", "moe_dispatch_gemm", "moe_gemm_combine", "moe_layer"]
+)
 def test_why_it_takes_no_part(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "deepep" in contenders.PEERS
     peer = contenders.named("deepep")
@@ -34,4 +36,4 @@ def test_why_it_takes_no_part(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"world": 3}, "for 2, 4 or 8 ranks"),
     ):
         assert peer.unusable(problem(op, **other)) == why
-    assert peer.unusable(problem("all_reduce")) == "for products of experts"
+    assert peer.unusable(problem("all_reduce")) == "for experts"
