@@ -349,8 +349,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
     ARCHITECTURE: (
         "costs no SM and moves {copy_engine:.0f} GB/s (256 MiB,",
         "The product alone takes {product[0]:.2f} to {product[1]:.2f} of cuBLAS' time",
-        "A what-if of `mkernel plan` for 1,024 nodes takes {planned[1024][command_cpu_s]:.1f} s of CPU"
-        " that way",
+        "1,024 nodes take {planned[1024][command_cpu_s]:.1f} s",
     ),
     ASCEND: (
         "products run at {simulated[0]:.2f} to {simulated[1]:.2f} of the speed of torch's",
