@@ -54,7 +54,8 @@ class AcceleratorCapabilities(Model):
     """The same as ``fused_scale_modes``, if products are added in float32."""
     scaled_experts: bool = False
     """Says that dispatch+GEMM and GEMM+combine take e4m3 weights, column-major, with scales by blocks,
-    and rows that are e4m3 with such scales, or in 16 bits and quantised by the launch."""
+    and rows that are e4m3 with such scales, or in 16 bits and quantised by the launch; a dispatch alone
+    takes such rows too."""
     alignment_bytes: int
     transfer_paths: tuple[str, ...]
     """Paths of transfers. ``p2p``: kernels write to peers of the node. ``nic``: they also push puts

@@ -103,7 +103,7 @@ class MoeDispatchOp:
         return _recorded(plan, rank, self.geometry(plan), given)
 
 
-class MoeRowsOp:
+class MoeRowsOp(MoeDispatchOp):
     """The op ``moe_dispatch``, whose rows are those that a dispatch would multiply: it has no features,
     so no cube core works."""
 
@@ -145,11 +145,6 @@ class MoeRowsOp:
             return {"rows": rows, "counts": counts}
 
         return Prepared(kernels, finish)
-
-    def record(self, plan: LaunchPlan, rank: int, ids: torch.Tensor | None = None) -> Prepared:
-        """Build the kernels without tensors, as :meth:`MoeDispatchOp.record` does."""
-        given = (balanced_ids(plan) if ids is None else ids).contiguous()
-        return _recorded(plan, rank, self.geometry(plan), given)
 
 
 def _finished(

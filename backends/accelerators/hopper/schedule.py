@@ -263,54 +263,47 @@ class ReducePartsSchedule(PartsSchedule):
     sum_blocks: int = Field(ge=1)
 
 
-class DispatchSchedule(Schedule):
+class TokenSchedule(Schedule):
+    """The schedule of a MoE dispatch. While the device sorts their ids, tokens travel: all of them to
+    every rank, by copy engines; or, by a kernel of ``push_blocks`` blocks if that is not 0, each once
+    to each rank that has an expert for it."""
+
+    push_blocks: int = Field(0, ge=0, multiple_of=2)
+
+    @property
+    def copy_engines(self) -> bool:
+        """True if copy engines carry the tokens, which they do if no blocks push."""
+        return self.push_blocks == 0
+
+    @property
+    def whole_tokens(self) -> bool:
+        """True if all tokens travel to every rank, which they do if no blocks push."""
+        return self.push_blocks == 0
+
+
+class DispatchSchedule(TokenSchedule):
     """The schedule of MoE dispatch+GEMM.
 
-    While the device sorts their ids, tokens travel: all of them to every rank, by copy engines; or,
-    by a kernel of ``push_blocks`` blocks if that is not 0, each once to each rank that has an
-    expert for it. Then a kernel of ``blocks`` blocks multiplies the rows of all experts, tile by
-    tile: first up to ``early_tiles`` that need only own tokens, and have a multiple of
-    ``early_rows`` rows of each expert. ``permutes``: the same blocks first copy the tokens of a
-    tile into contiguous rows, for tiles of ``tiling``; otherwise each block gathers them for
-    itself, and tiles are deep. Plans without ``early_rows`` were made when early tiles were whole
-    ones."""
+    A kernel of ``blocks`` blocks multiplies the rows of all experts, tile by tile: first up to
+    ``early_tiles`` that need only own tokens, and have a multiple of ``early_rows`` rows of each
+    expert. ``permutes``: the same blocks first copy the tokens of a tile into contiguous rows, for
+    tiles of ``tiling``; otherwise each block gathers them for itself, and tiles are deep. Plans
+    without ``early_rows`` were made when early tiles were whole ones."""
 
     kind: Literal["hopper.moe_dispatch"] = "hopper.moe_dispatch"
     blocks: int = Field(ge=2, multiple_of=2)
-    push_blocks: int = Field(0, ge=0, multiple_of=2)
     early_tiles: int = Field(ge=0)
     early_rows: int = Field(256, ge=1)
     permutes: bool
     tiling: ExpertTiling
 
-    @property
-    def copy_engines(self) -> bool:
-        """True if copy engines carry the tokens, which they do if no blocks push."""
-        return self.push_blocks == 0
 
-    @property
-    def whole_tokens(self) -> bool:
-        """True if all tokens travel to every rank, which they do if no blocks push."""
-        return self.push_blocks == 0
-
-
-class RowsSchedule(Schedule):
-    """The schedule of a MoE dispatch without a product. Tokens travel as in :class:`DispatchSchedule`;
-    then a kernel of ``blocks`` blocks copies them to the rows of their experts."""
+class RowsSchedule(TokenSchedule):
+    """The schedule of a MoE dispatch without a product: a kernel of ``blocks`` blocks copies tokens to
+    the rows of their experts."""
 
     kind: Literal["hopper.moe_rows"] = "hopper.moe_rows"
     blocks: int = Field(ge=1)
-    push_blocks: int = Field(0, ge=0, multiple_of=2)
-
-    @property
-    def copy_engines(self) -> bool:
-        """True if copy engines carry the tokens, which they do if no blocks push."""
-        return self.push_blocks == 0
-
-    @property
-    def whole_tokens(self) -> bool:
-        """True if all tokens travel to every rank, which they do if no blocks push."""
-        return self.push_blocks == 0
 
 
 class CombineSchedule(Schedule):

@@ -7,6 +7,8 @@ Data flow of a dispatch:
       waits for to size the outputs; with a capacity it waits for nothing
   rows of x and of the workspace, w ──grouped product──▶ outputs; of many tokens it first copies its
       rows into memory of their own, one below the other
+A dispatch without a product copies the same tokens to the rows of its results instead; if it uses the
+routing of an earlier one, no ids travel and nothing is sorted.
 Tokens of e4m3 experts are first quantised, each once, and their scales lie behind them wherever they go
 (kernels/moe/quantise_rows.hpp).
 Between nodes tokens, ids, weights and sums travel by puts of a NIC as well (:mod:`.moe.nodes`).
