@@ -237,9 +237,7 @@ class FewRowsConstants(SendingRates):
         description="sums that one block adds up, of its cluster's and of each peer's bytes; None: "
         "faster than they travel",
     )
-    normalises: bool = Field(
-        False, description="the rows of a sum, instead of a kernel behind it, where it can"
-    )
+    normalises: Literal[False] = Field(False, description="of files of earlier versions")
 
 
 class MailedTilesConstants(SendingRates):

@@ -4,91 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import calls
 import torch
-from calls import Tensors, spin
+from calls import Tensors
 from capture_ranks import captures
 from hopper_ranks import Shape, Work
 
 import mkernel
-from mkernel.backends.accelerators.cuda.memory import bytes_at
 from mkernel.backends.accelerators.hopper.device_session import DeviceSession
-from mkernel.backends.accelerators.hopper.gemm.few_rows import FewRowsExecutor
 from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
-from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.scaled import quantised_rows
-
-ROW_SHARES, SHARES, SHARE_BYTES = 768, 8, 128
-"""Where the words lie by which blocks meet, in a workspace (``device/workspace.cuh``)."""
-LEFT = 1 << 31
-"""Of such a word: a block has left (``few_rows/norm.cuh``)."""
 
 
 def everywhere(file: Path) -> Path:
     """Write this machine's constants, with few rows left to their kernel wherever it takes them."""
     constants = machine().constants
     assert constants.few_rows is not None
-    wherever = {"most_rows": 128, "least_columns": 1, "float8": True, "normalises": True}
+    wherever = {"most_rows": 128, "least_columns": 1, "float8": True}
     few = constants.few_rows.model_copy(update=wherever)
     file.write_text(constants.model_copy(update={"few_rows": few}).model_dump_json())
     return file
-
-
-def inside(shapes: Sequence[Shape], expected: bool) -> list[str]:
-    """Shapes whose norm is in the kernel, or not, against what is expected."""
-    found = []
-    for shape in shapes:
-        work = shape.work()
-        work.call()
-        if work.done.plan.part(FewRowsSchedule).normalises != expected:
-            found.append(f"{shape}: {work.done.plan.schedule}")
-    mkernel.synchronize()
-    return found
-
-
-def crowded(shape: Shape, rounds: int) -> list[str]:
-    """Failures of calls some of whose blocks find their place only long after the others: kernels of
-    other streams have it. The same bits as without them."""
-    work = shape.work()
-    sides = [torch.cuda.Stream() for _ in range(24)]
-    work.fill(0)
-    work.call()
-    alone = calls.checksum(work.found)
-    failures = work.failure(0)
-    for turn in range(rounds):
-        mkernel.synchronize()
-        torch.cuda.synchronize()
-        for side in sides:
-            with torch.cuda.stream(side):
-                spin(0.0005)
-        work.fill(0)
-        if calls.checksum(work.call()) != alone:
-            failures.append(f"{shape} turn {turn}: other bits in a crowd")
-    mkernel.synchronize()
-    return failures
-
-
-def planted(shape: Shape, word: int) -> list[str]:
-    """Failures of calls before which every word by which blocks meet is set."""
-    started: Any = FewRowsExecutor.start
-
-    def start(self: FewRowsExecutor, call: Call, stream: int) -> None:
-        words = bytes_at(call.workspace + ROW_SHARES, SHARES * SHARE_BYTES).view(torch.int64)
-        words.view(SHARES, -1)[:, 0] += word
-        started(self, call, stream)
-
-    work, failures = shape.work(), []
-    with mock.patch.multiple(FewRowsExecutor, start=start, starter=lambda *_: None):
-        for turn in range(4):
-            work.fill(turn)
-            work.call()
-            failures += work.failure(turn)
-    mkernel.synchronize()
-    return failures
 
 
 def quantised(shapes: Sequence[Shape], turns: int) -> list[str]:

@@ -1,6 +1,6 @@
 """GEMM+AllReduce and GEMM+ReduceScatter of few rows by one kernel, and GEMM+AllReduce of more rows by
 one whose tiles leave by mail, through the public API, beside ``test_calls_on_gpus``: which calls take
-it, exact sums, norms in it, faults."""
+it, exact sums, faults."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from families import FEW, IN_TWO_WAVES, NORMED, SCALED, SUMS, TILED
 from hopper_ranks import Shape, tilings
 from kept_ranks import right
 
-import mkernel
-
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
 
 @pytest.fixture(scope="module")
 def constants_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Few rows are left to their kernel wherever it takes them, with norms in it."""
+    """Few rows are left to their kernel wherever it takes them, ."""
     return norm_ranks.everywhere(tmp_path_factory.mktemp("few_rows") / "constants.json")
 
 
@@ -79,30 +77,3 @@ def test_known_calls(world: int) -> None:
 @several
 def test_zeros_arrive(world: int) -> None:
     right(world, hopper_ranks.of_zeros, [*SUMS, *TILED[:3]])
-
-
-@several
-def test_norms_are_in_the_kernel_where_all_tiles_run_at_once(world: int) -> None:
-    right(world, norm_ranks.inside, NORMED, True)
-    right(world, norm_ranks.inside, [IN_TWO_WAVES], False)
-
-
-@several
-@pytest.mark.parametrize("shape", [NORMED[3], NORMED[6]], ids=str)
-def test_norms_while_others_have_some_multiprocessors(world: int, shape: Shape) -> None:
-    right(world, norm_ranks.crowded, shape, 20)
-
-
-@several
-def test_the_last_block_normalises_the_rows_of_those_that_left(world: int) -> None:
-    right(world, norm_ranks.planted, NORMED[3], norm_ranks.LEFT)
-
-
-@several
-def test_rows_that_are_never_said_to_be_whole_are_seen(world: int) -> None:
-    """A planted fault: the blocks that come are never as many as tiles, so each leaves."""
-    found = mkernel.launch(
-        norm_ranks.planted, NORMED[3], 1 << 20, ranks_per_node=world, accelerator="hopper",
-        timeout_s=30,
-    )  # fmt: skip
-    assert all(found)

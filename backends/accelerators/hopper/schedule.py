@@ -93,14 +93,14 @@ class FewRowsSchedule(Schedule):
 
     Clusters of ``splits`` blocks, at most ``blocks`` in all, take 128 columns at a time, each block
     a part of K. With a ``tiling``, for more rows, clusters take its tiles instead, and K is not cut.
-    ``product``: the dtype in which a rank's sums travel. ``normalises``: if rows of the sum are
-    normalised, the same kernel does that; otherwise one that follows."""
+    ``product``: the dtype in which a rank's sums travel; a kernel that follows normalises rows of
+    the sum. ``normalises``: of plans of earlier versions."""
 
     kind: Literal["hopper.few_rows"] = "hopper.few_rows"
     splits: int = Field(ge=1)
     blocks: int = Field(ge=1)
     product: DtypeName
-    normalises: bool = False
+    normalises: Literal[False] = False
     tiling: TilingName | None = None
 
     @property

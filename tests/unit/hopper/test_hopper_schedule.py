@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -219,67 +218,6 @@ def test_no_field_of_tiles_by_mail_is_decoration(started: Started, m: int, tilin
     usual = world.plan("gemm_all_reduce", shape, dtype="bfloat16", path="fused")
     assert usual.part(FewRowsSchedule).tiling == tiling
     assert decorations(usual, launches(started, world, usual)) == []
-
-
-@pytest.mark.parametrize(
-    ("n", "may", "inside"), [(4096, True, True), (4096, False, False), (17416, True, False)]
-)
-def test_who_normalises_few_rows(started: Started, n: int, may: bool, inside: bool) -> None:
-    """The kernel that sums them, where constants say so and all tiles run at once; else one behind."""
-    world = gpus(claims=with_few_rows(normalises=may))
-    usual = world.plan(
-        "gemm_all_reduce", {"m": 16, "n": n, "k": 512}, dtype="bfloat16", path="fused",
-        around=Around(norm=Norm(True, 1e-6)),
-    )  # fmt: skip
-    assert usual.part(FewRowsSchedule).normalises == inside
-    call, rows = last_rank(usual), torch.zeros(16, n).bfloat16()
-    given = {"residual": rows, "residual_out": rows.clone(), "norm_weight": rows[0].clone()}
-    call = replace(call, tensors={**call.tensors, **given})
-    dispatch.executor_of(usual)(call, CONTEXT).start(call, 5)
-    assert (("start", "norm") in started.told) == inside
-    assert ("norm_rows" in [name for name, *_ in started.told]) != inside
-
-
-@pytest.mark.parametrize("wanted", [False, True])
-@pytest.mark.parametrize(
-    ("op", "path", "sizes", "kernel"),
-    [
-        ("all_reduce", "auto", (8, 4096), "sum_rows"),
-        ("all_reduce", "auto", (4096, 4096), "norm_rows"),
-        ("gemm_all_reduce", "library", (8, 4096, 512), "sum_rows"),
-        ("gemm_all_reduce", "fused", (16, 4096, 512), "norm_rows"),  # that for few rows does not
-        ("gemm_all_reduce", "fused", (4096, 4096, 512), "norm_rows"),
-    ],
-)
-def test_who_normalises_quantises(
-    started: Started, op: str, path: str, sizes: Sequence[int], kernel: str, wanted: bool
-) -> None:
-    plan = gpus(claims=with_few_rows(normalises=True)).plan(
-        op, dict(zip("mnk", sizes, strict=False)), dtype="bfloat16", path=path,
-        around=Around(norm=Norm(False, 1e-6, wanted)),
-    )  # fmt: skip
-    assert plan.norm is not None
-    assert plan.norm.quantises == wanted
-    call, rows = last_rank(plan), torch.zeros(sizes[:2]).bfloat16()
-    given = {"residual_out": rows, "norm_weight": rows[0].clone()}
-    if wanted:
-        given["quantised"] = torch.zeros(sizes[:2], dtype=torch.float8_e4m3fn)
-        given["quantised_scale"] = torch.zeros(sizes[0], 1)
-    call = replace(call, tensors={**call.tensors, **given})
-    executor = dispatch.executor_of(plan)
-    executor.workspace(plan)
-    executor(call, CONTEXT).start(call, 5)
-    (found,) = [one[2] for one in started.told if one[0] == "RowNorm"]
-    for name in ("quantised", "quantised_scale"):
-        named = f"'{name}': {given[name].data_ptr()}" if wanted else f"'{name}'"
-        assert (named in found) == wanted
-    assert not wanted or kernel in [name for name, *_ in started.told]
-    if isinstance(plan.schedule, FewRowsSchedule):
-        assert plan.schedule.normalises == (not wanted)
-        inside = plan.schedule.model_copy(update={"normalises": True})
-        if wanted:
-            with pytest.raises(Unsupported, match=r"plan\.schedule\.normalises = True"):
-                executor.workspace(plan.model_copy(update={"schedule": inside}))
 
 
 @pytest.mark.parametrize("where", ["behind", "inside"])

@@ -44,13 +44,6 @@ static_assert(kFlags == (kLandedOffset - kFlagsOffset) / sizeof(transport::SetWo
 static_assert(kLandedOffset + kFlags * sizeof(transport::SetWord) <= kBriefOffset);
 
 inline constexpr int kEpochCopies = 16;
-inline constexpr int kRowShares = 8;
-
-// The blocks that have summed their tiles of some rows (kernels/gemm/few_rows/norm.cuh); on a cache line of
-// its own, since many blocks poll it.
-struct alignas(128) RowShare {
-    unsigned long long arrived;
-};
 
 // Local to a rank, except `finished`, `started` and `landings`, whose entry [r] is written by rank r.
 struct Control {
@@ -67,7 +60,6 @@ struct Control {
     transport::SetWord finished[kMaxRanks];
     transport::SetWord started[kMaxRanks];
     std::uint64_t landings[kMaxRanks];  // landing.cuh
-    RowShare row_shares[kRowShares];
 };
 static_assert(sizeof(Control) <= kBriefFlagsOffset);
 

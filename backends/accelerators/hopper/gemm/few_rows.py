@@ -2,7 +2,7 @@
 (``kernels/gemm/few_rows.cuh``, and of more rows ``mailed_tiles.cuh``).
 
 Data flow of the views:
-  pipelined     the kernel; the schedule puts the norm of the rows in it, or in one that follows
+  pipelined     the kernel, and one that follows for a norm of the rows
   sequential    the kernel in a world of one rank, then a collective of its product
   compute_only  the kernel in a world of one rank, into a product that nobody reads
 """
@@ -10,9 +10,9 @@ Data flow of the views:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mkernel.backends.accelerators.hopper.collectives.norm import RowNorm, normalise
+from mkernel.backends.accelerators.hopper.collectives.norm import normalise
 from mkernel.backends.accelerators.hopper.device_world import (
     NO_DATA,
     DispatchContext,
@@ -29,7 +29,6 @@ from mkernel.backends.accelerators.hopper.starters import normed_rows
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError, Unsupported
-from mkernel.plan.few_rows import COLUMNS
 from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ class FewRowsExecutor:
         not read."""
         plan, made = call.plan, native()
         self._context, self._plan = context, plan
-        self._normalises = plan.part(FewRowsSchedule).normalises
         self._world = device_world(call, context)
         product, schedule = _product(plan), _schedule(plan)
         self._calls = made.FewRowsCalls(context.device, self._world, product, schedule)
@@ -71,16 +69,12 @@ class FewRowsExecutor:
         """Queue one call on a stream."""
         operands = Operands.of(call)
         pipelined = call.plan.world_size == 1 or call.view == "pipelined"
-        norm = RowNorm.of(call) if pipelined and self._normalises else None
         if pipelined:
-            self._start(self._calls, call, operands, stream, norm)
+            self._start(self._calls, call, operands, stream)
         else:
             self._product_then_sums(call, operands, stream)
         operands.deliver(call)
-        if norm is None:
-            normalise(call, stream)
-        else:
-            norm.deliver(call)
+        normalise(call, stream)
 
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
@@ -93,7 +87,6 @@ class FewRowsExecutor:
             self._calls,
             **pitches(self._plan, strides),
             sums=normed_rows(self._plan),
-            inside=self._normalises,
         )
 
     def _product_then_sums(self, call: Call, operands: Operands, stream: int) -> None:
@@ -119,11 +112,9 @@ class FewRowsExecutor:
         call: Call,
         operands: Operands,
         stream: int,
-        norm: RowNorm | None = None,
     ) -> None:
-        more: dict[str, Any] = {} if norm is None else {"norm": norm.addresses()}
-        more |= prefetch_of(call)
-        calls.start(call_id(call), call.timeout_s, operands.tensors(), stream, **more)
+        number, more = call_id(call), prefetch_of(call)
+        calls.start(number, call.timeout_s, operands.tensors(), stream, **more)
 
     def _together(self, call: Call) -> _hopper.Collective:
         """Return the collective of the sequential view."""
@@ -142,14 +133,6 @@ def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
         raise ArgumentError("plan.schedule.product", how.product, f"{plan.out_dtype} or float32")
     if how.splits > how.blocks:
         raise ArgumentError("plan.schedule.splits", how.splits, f"at most blocks, {how.blocks}")
-    at_once = how.tiling is None and _tiles(plan) * how.splits <= how.blocks
-    normed = plan.norm is not None and not plan.norm.quantises
-    if how.normalises and not (normed and plan.world_size > 1 and at_once):
-        raise ArgumentError(
-            "plan.schedule.normalises",
-            True,
-            "False without a norm, for rows in e4m3, or where not all tiles run at once",
-        )
     exchanges = native().FewRowsExchange
     made: _hopper.FewRowsSchedule = native().FewRowsSchedule(
         m=plan.gemm.m,
@@ -159,10 +142,6 @@ def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
         tiled=how.tiling is not None,
     )
     return made
-
-
-def _tiles(plan: LaunchPlan) -> int:
-    return -(-plan.gemm.n // COLUMNS)
 
 
 def _product(plan: LaunchPlan) -> _hopper.Product:

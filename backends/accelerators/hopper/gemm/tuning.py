@@ -32,7 +32,7 @@ from mkernel.backends.accelerators.hopper.transfer.engines import Choice, Engine
 from mkernel.plan import paths
 from mkernel.plan.few_rows import cut
 from mkernel.plan.mailed_tiles import tiles
-from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape, Schedule, SumShape
+from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, Schedule, SumShape
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.predict import payloads
 from mkernel.plan.request import Scheduled, ScheduleRequest, TooLarge
@@ -82,7 +82,7 @@ def _with_norm(request: ScheduleRequest, found: Scheduled) -> Scheduled:
         return found
     assert isinstance(plan.shape, GemmShape | SumShape)
     mailed = isinstance(made, SumSchedule) and made.way != "two_shot"
-    inside = mailed or (isinstance(made, FewRowsSchedule | LibrarySchedule) and made.normalises)
+    inside = mailed or (isinstance(made, LibrarySchedule) and made.normalises)
     added = _MACHINE.norms.inside if inside else _MACHINE.norms.behind
     more = added.of(plan.shape.m * plan.shape.n * DTYPE_BYTES[plan.out_dtype])
     names = ["compute_us", "sequential_us", "pipelined_us"]
@@ -115,7 +115,7 @@ def _scheduled(request: ScheduleRequest) -> Scheduled:
     if plan.nodes == 1 and (
         few := paths.few_rows(plan.op, shape, plan.dtype, world, request.constants)
     ):
-        made = few_rows(shape, plan.dtype, plan.dtype, processors, few, _normed(plan))
+        made = few_rows(shape, plan.dtype, plan.dtype, processors, few)
     elif plan.nodes == 1 and (
         mailed := paths.mailed_tiles(plan.op, shape, plan.dtype, world, request.constants)
     ):
@@ -159,7 +159,7 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     if few is not None:
         assert constants is not None
         return found._replace(
-            schedule=few_rows(shape, plan.dtype, plan.out_dtype, cores, few, _normed(plan)),
+            schedule=few_rows(shape, plan.dtype, plan.out_dtype, cores, few),
             prediction=scaled_tuning.of_few_rows(plan, cores, few, constants),
         )
     k = _up(shape.k, ELEMENT_BYTES)
@@ -409,28 +409,19 @@ def reduce_flags(op: str, rows: int, n: int, world: int, tiling: TilingName) -> 
     return (2 if op == "gemm_all_reduce" else 1) * (world - 1) * blocks
 
 
-def _normed(plan: CommonPart) -> bool:
-    """Return whether the kernel for few rows may normalise those of several ranks; it quantises
-    none."""
-    return plan.norm is not None and not plan.norm.quantises and plan.world_size > 1
-
-
 def few_rows(
     shape: GemmShape,
     dtype: DtypeName,
     out_dtype: DtypeName,
     processors: int,
     constants: FewRowsConstants,
-    normed: bool = False,
 ) -> FewRowsSchedule:
-    """Schedule few rows. ``shape.k`` is one rank's share. ``normed``: rows of the sum are
-    normalised; the kernel can do that if it has all tiles at once."""
+    """Schedule few rows. ``shape.k`` is one rank's share."""
     found = cut(shape.n, shape.k, DTYPE_BYTES[dtype], processors, constants)
     return FewRowsSchedule(
         splits=found.splits,
         blocks=found.splits * found.clusters,
         product=paths.partial_dtype(shape, out_dtype),
-        normalises=normed and constants.normalises and found.waves == 1,
     )
 
 

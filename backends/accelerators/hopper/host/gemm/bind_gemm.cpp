@@ -270,11 +270,10 @@ void bind_few_rows(py::module_& module) {
         .def(
             "start",
             [](FewRowsCalls& calls, std::uint32_t number, double timeout_s,
-               const GemmTensors& tensors, std::uint64_t stream, const RowNorm& norm,
-               const Prefetch& prefetch) {
-                calls.start({number, timeout_s, tensors, stream}, norm, prefetch);
+               const GemmTensors& tensors, std::uint64_t stream, const Prefetch& prefetch) {
+                calls.start({number, timeout_s, tensors, stream}, prefetch);
             },
-            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a, "norm"_a = RowNorm{},
+            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a,
             "prefetch"_a = Prefetch{}, py::call_guard<py::gil_scoped_release>());
     module.attr("MOST_FEW_ROWS") = kMostFewRows;
     module.attr("MOST_SPLITS") = kMostSplits;

@@ -63,32 +63,28 @@ class GatherStarter final : public CallStarter {
     Pitches pitches_;
 };
 
-// `inside`: the kernel normalises its sums; otherwise a kernel after it does, if there is a norm.
+// A kernel after it normalises its sums, if there is a norm.
 class FewRowsStarter final : public CallStarter {
   public:
     FewRowsStarter(int device, py::object order, py::object calls, Pitches pitches,
-                   std::optional<SummedRows> sums, bool inside)
+                   std::optional<SummedRows> sums)
         : CallStarter(device, std::move(order)),
           kept_(std::move(calls)),
           calls_(kept_.cast<FewRowsCalls&>()),
           pitches_(pitches),
-          sums_(sums),
-          inside_(inside) {}
+          sums_(sums) {}
 
   private:
     void queue(const MkernelCall& call) override {
         const py::gil_scoped_release released;
-        const bool inside = inside_ && sums_;
-        calls_.start(pitches_.call_once(call), inside ? sums_->norm(call) : RowNorm{},
-                     prefetch(call));
-        if (sums_ && !inside) sums_->normalise(call, cuda::stream_at(call.stream));
+        calls_.start(pitches_.call_once(call), prefetch(call));
+        if (sums_) sums_->normalise(call, cuda::stream_at(call.stream));
     }
 
     py::object kept_;
     FewRowsCalls& calls_;
     Pitches pitches_;
     std::optional<SummedRows> sums_;
-    bool inside_;
 };
 
 class ReduceStarter final : public CallStarter {
@@ -143,12 +139,12 @@ void bind_starters(py::module_& module) {
     module.def(
         "few_rows_starter",
         [](int device, py::object order, py::object calls, std::int64_t a_pitch,
-           std::int64_t b_pitch, const std::optional<SummedRows>& sums, bool inside) {
+           std::int64_t b_pitch, const std::optional<SummedRows>& sums) {
             return CallStarter::capsule(
                 std::make_unique<FewRowsStarter>(device, std::move(order), std::move(calls),
-                                                 Pitches{a_pitch, b_pitch}, sums, inside));
+                                                 Pitches{a_pitch, b_pitch}, sums));
         },
-        "device"_a, "order"_a, "calls"_a, "a_pitch"_a, "b_pitch"_a, "sums"_a, "inside"_a);
+        "device"_a, "order"_a, "calls"_a, "a_pitch"_a, "b_pitch"_a, "sums"_a);
     module.def(
         "reduce_starter",
         [](int device, py::object order, py::object calls, std::int64_t a_pitch,

@@ -28,27 +28,13 @@ std::uint64_t slot_bytes(int world, int n, const FewRowsSchedule& schedule) {
     return (elements * (schedule.unrounded ? sizeof(float) : kElementBytes) + 127) / 128 * 128;
 }
 
-void check_norm(int ranks, const Product& product, const FewRowsSchedule& schedule) {
-    const int tiles = (product.n + kFewColumns - 1) / kFewColumns;
-    if (ranks == 1 || schedule.exchange != FewRowsExchange::all_reduce) {
-        throw std::invalid_argument(
-            "a norm of few rows that are not an AllReduce of several ranks");
-    }
-    if (product.blocks < tiles * schedule.splits) {
-        throw std::invalid_argument("blocks = " + std::to_string(product.blocks) +
-                                    "; a norm takes " + std::to_string(tiles * schedule.splits) +
-                                    ", all tiles at once");
-    }
-}
-
-void check_tiled(const Product& product, const FewRowsSchedule& schedule, const RowNorm& norm) {
+void check_tiled(const Product& product, const FewRowsSchedule& schedule) {
     if (schedule.exchange != FewRowsExchange::all_reduce) {
         throw std::invalid_argument("tiles by mail that are scattered");
     }
     if (product.scaling != Scaling::none) {
         throw std::invalid_argument("tiles by mail of e4m3 operands");
     }
-    if (norm.weight != nullptr) throw std::invalid_argument("a norm in tiles by mail");
 }
 
 auto* launch_of(const Product& product) {
@@ -80,14 +66,10 @@ void check_few_rows(int world, int n, const FewRowsSchedule& schedule) {
 }
 
 void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSchedule& schedule,
-              const RowNorm& norm, const Prefetch& prefetch, std::uint64_t stream) {
+              const Prefetch& prefetch, std::uint64_t stream) {
     const auto ranks = static_cast<int>(world.workspaces.size());
     check_few_rows(ranks, product.n, schedule);
-    if (schedule.tiled) {
-        check_tiled(product, schedule, norm);
-    } else if (norm.weight != nullptr) {
-        check_norm(ranks, product, schedule);
-    }
+    if (schedule.tiled) check_tiled(product, schedule);
     const GemmTensors& tensors = product.tensors;
     FewRowsArgs args{};
     args.workspace = workspace_of(world);
@@ -109,7 +91,6 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
     args.rows = rows_of(ranks, schedule);
     args.exchange = schedule.exchange;
     args.unrounded = schedule.unrounded;
-    args.norm = norm;
     args.prefetch = prefetch;
     const cudaStream_t on = cuda::stream_at(stream);
     if (schedule.tiled) {
@@ -126,12 +107,12 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
 FewRowsCalls::FewRowsCalls(int device, DeviceWorld world, Product product, FewRowsSchedule schedule)
     : device_(device), world_(std::move(world)), product_(product), schedule_(schedule) {}
 
-void FewRowsCalls::start(const CallOnce& call, const RowNorm& norm, const Prefetch& prefetch) {
+void FewRowsCalls::start(const CallOnce& call, const Prefetch& prefetch) {
     const cuda::DeviceScope scope(device_);
     world_.call = call.number;
     world_.timeout_s = call.timeout_s;
     product_.tensors = call.tensors;
-    few_rows(world_, product_, schedule_, norm, prefetch, call.stream);
+    few_rows(world_, product_, schedule_, prefetch, call.stream);
 }
 
 }  // namespace mkernel::hopper

@@ -24,17 +24,16 @@ struct FewRowsSchedule {
 // Throws std::length_error where what the ranks send each other is more than a call may have.
 void check_few_rows(int world, int n, const FewRowsSchedule& schedule);
 
-// Queues a call; in a world of one rank, the product alone. `norm`: for AllReduce of several ranks, on a
-// cluster for each tile. std::invalid_argument.
+// Queues a call; in a world of one rank, the product alone. std::invalid_argument.
 void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSchedule& schedule,
-              const RowNorm& norm, const Prefetch& prefetch, std::uint64_t stream);
+              const Prefetch& prefetch, std::uint64_t stream);
 
 // A plan's calls in one world.
 class FewRowsCalls {
   public:
     FewRowsCalls(int device, DeviceWorld world, Product product, FewRowsSchedule schedule);
 
-    void start(const CallOnce& call, const RowNorm& norm = {}, const Prefetch& prefetch = {});
+    void start(const CallOnce& call, const Prefetch& prefetch = {});
 
   private:
     int device_;

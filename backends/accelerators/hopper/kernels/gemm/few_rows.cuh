@@ -9,7 +9,6 @@
 //   AllReduce: its sums, rounded or not ──▶ the mail of every peer (device/mailbox.cuh)
 //   ReduceScatter: those of a rank's rows ──▶ that rank's mail
 //   own sums, and mail of the peers ──▶ added in the order of ranks in float32, + bias, rounded ──▶ out
-//   or, with a norm, + bias + residual, rounded ──▶ residual_out ──▶ normalised rows ──▶ out (few_rows/norm.cuh)
 // With e4m3 operands a rank's sums are multiplied by its scales before they are rounded and before they
 // travel. Sums of ranks start from +0 and go from rank 0 to the last one everywhere, so the bits are the same
 // on all ranks, and always the same. Mail shows by itself that it has arrived, so no flag is raised after it
@@ -25,7 +24,6 @@
 #include <cuda_runtime.h>
 
 #include "backends/accelerators/hopper/device/workspace.cuh"
-#include "backends/accelerators/hopper/kernels/collectives/row_norm.hpp"
 #include "backends/accelerators/hopper/kernels/prefetch.hpp"
 #include "backends/accelerators/hopper/tile/operand_scales.cuh"
 #include "backends/transport/host_control.hpp"
@@ -33,7 +31,7 @@
 namespace mkernel::hopper {
 
 inline constexpr int kMostFewRows = 128;
-inline constexpr int kMostSplits = kRowShares;  // of K: blocks of a cluster
+inline constexpr int kMostSplits = 8;  // of K: blocks of a cluster
 inline constexpr int kFewColumns = 128;
 inline constexpr int kFewDepthBytes = 128;  // of a row of K, of a stage
 
@@ -52,7 +50,6 @@ struct FewRowsArgs {
     int rows;  // of out
     FewRowsExchange exchange;
     bool unrounded;  // float32 sums travel
-    RowNorm norm;    // of AllReduce, where there are as many clusters as tiles
     Prefetch prefetch;
 };
 

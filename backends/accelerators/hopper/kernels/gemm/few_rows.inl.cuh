@@ -4,7 +4,6 @@
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/device/prefetch.cuh"
 #include "backends/accelerators/hopper/kernels/gemm/few_rows/exchange.cuh"
-#include "backends/accelerators/hopper/kernels/gemm/few_rows/norm.cuh"
 #include "backends/accelerators/hopper/kernels/gemm/few_rows/weights.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
 
@@ -46,9 +45,6 @@ __global__ void __launch_bounds__(kFewThreads, 1)
             shared.epoch = epoch_of_brief_call(args.workspace);
         }
         __syncwarp();
-        if (args.norm.weight != nullptr && threadIdx.x >= kFewFetchers) {
-            fetch_ahead<Element>(args, FewShare(args, begin, part, splits));
-        }
         for (int tile = begin; tile < tiles; tile += clusters) {
             if (loads) {
                 load_few<kRows, In, kNMajorB>(shared, cursor, args, tile * kFewColumns, first, end);
@@ -95,9 +91,6 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         ptx::fence_async_shared();
         free_stages();
     }
-    if (args.norm.weight != nullptr) {
-        FewNorm<kRows, Element>(shared, args, begin, part, splits).run();
-    }
 }
 
 template <int kRows, class Element, class In>
@@ -123,7 +116,6 @@ cudaError_t start_few_rows(const FewRowsArgs& args, bool n_major, int splits, in
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     const int clusters = std::min(std::max(blocks / splits, 1), tiles);
-    if (args.norm.weight != nullptr && clusters < tiles) return cudaErrorInvalidConfiguration;
     config.gridDim = clusters * splits;
     config.blockDim = kFewThreads;
     config.dynamicSmemBytes = sizeof(FewRows<kRows>);

@@ -8,10 +8,9 @@
 
 namespace mkernel::hopper {
 
-// Two warpgroups multiply, 64 columns of the tile each. In the third, a thread of the first warp loads, the
-// second warp reads the epoch, and the others fetch ahead what a norm adds and multiplies with.
+// Two warpgroups multiply, 64 columns of the tile each. In the third, a thread of the first warp loads, and the second
+// warp reads the epoch.
 inline constexpr int kFewMultipliers = 2 * kWarpgroup;
-inline constexpr int kFewFetchers = kFewMultipliers + 2 * kWarp;  // and above
 inline constexpr int kFewThreads = kFewMultipliers + kWarpgroup;
 
 static_assert(kFewDepthBytes == kTileK * kElementBytes);
@@ -29,7 +28,6 @@ struct FewRows {
     ptx::Mbarrier full[kStages];
     ptx::Mbarrier empty[kStages];
     std::uint64_t epoch;
-    int normalises;  // FewNorm's
 
     // The partial sums [kRows, kPitch], in the place of the stages once all of them were multiplied.
     __device__ float* sums() { return reinterpret_cast<float*>(stages); }

@@ -43,24 +43,6 @@ struct Travelling {
     }
 };
 
-// 8 columns of a row that is to be normalised, and the sum of their squares, where partial sums were.
-template <class Element>
-struct NormedVector {
-    uint4 rounded;
-    float squares = 0;
-
-    __device__ explicit NormedVector(const float (&sum)[8]) : rounded(round_eight<Element>(sum)) {
-        float values[8] = {};
-        add_eight<Element>(values, rounded);
-#pragma unroll
-        for (const float each : values) squares += each * each;
-    }
-    __device__ void keep(float* at) const {
-        *reinterpret_cast<uint4*>(at) = rounded;
-        at[4] = squares;
-    }
-};
-
 // The block's share of a tile, from the cluster's partial sums on. Used by all the multipliers' threads; each
 // has vectors of its own in every step, so it may read in the next step what it wrote in one.
 template <int kRows, class Element, class In, bool kUnrounded>
@@ -249,18 +231,7 @@ class FewExchange {
             add_eight<Element>(whole, ptx::load_16(bias + share_.column + column_of(vector)));
         }
         const std::uint64_t at = element(args_.workspace.rank, vector);
-        const RowNorm& norm = args_.norm;
-        if (norm.weight == nullptr) {
-            ptx::store_16(static_cast<Element*>(args_.out) + at, round_eight<Element>(whole));
-            return;
-        }
-        if (norm.residual != nullptr) {
-            const auto* const residual = static_cast<const Element*>(norm.residual);
-            add_eight<Element>(whole, ptx::load_16(residual + at));
-        }
-        const NormedVector<Element> kept(whole);
-        ptx::store_16(static_cast<Element*>(norm.residual_out) + at, kept.rounded);
-        kept.keep(partial(vector));
+        ptx::store_16(static_cast<Element*>(args_.out) + at, round_eight<Element>(whole));
     }
 
     FewRows<kRows>& shared_;
