@@ -133,6 +133,8 @@ def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
         raise ArgumentError("plan.schedule.product", how.product, f"{plan.out_dtype} or float32")
     if how.splits > how.blocks:
         raise ArgumentError("plan.schedule.splits", how.splits, f"at most blocks, {how.blocks}")
+    if how.normalises:
+        raise ArgumentError("plan.schedule.normalises", True, "False: a kernel that follows does")
     exchanges = native().FewRowsExchange
     made: _hopper.FewRowsSchedule = native().FewRowsSchedule(
         m=plan.gemm.m,
