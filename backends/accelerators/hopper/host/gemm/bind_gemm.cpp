@@ -273,8 +273,8 @@ void bind_few_rows(py::module_& module) {
                const GemmTensors& tensors, std::uint64_t stream, const Prefetch& prefetch) {
                 calls.start({number, timeout_s, tensors, stream}, prefetch);
             },
-            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a,
-            "prefetch"_a = Prefetch{}, py::call_guard<py::gil_scoped_release>());
+            "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a, "prefetch"_a = Prefetch{},
+            py::call_guard<py::gil_scoped_release>());
     module.attr("MOST_FEW_ROWS") = kMostFewRows;
     module.attr("MOST_SPLITS") = kMostSplits;
     module.attr("FEW_COLUMNS") = kFewColumns;

@@ -140,9 +140,8 @@ void bind_starters(py::module_& module) {
         "few_rows_starter",
         [](int device, py::object order, py::object calls, std::int64_t a_pitch,
            std::int64_t b_pitch, const std::optional<SummedRows>& sums) {
-            return CallStarter::capsule(
-                std::make_unique<FewRowsStarter>(device, std::move(order), std::move(calls),
-                                                 Pitches{a_pitch, b_pitch}, sums));
+            return CallStarter::capsule(std::make_unique<FewRowsStarter>(
+                device, std::move(order), std::move(calls), Pitches{a_pitch, b_pitch}, sums));
         },
         "device"_a, "order"_a, "calls"_a, "a_pitch"_a, "b_pitch"_a, "sums"_a);
     module.def(
