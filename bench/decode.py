@@ -120,7 +120,7 @@ Ending = Callable[[Step], tuple[Rows, Tensor]]
 
 
 class Shape(NamedTuple):
-    """What all of one row of results share."""
+    """The sizes and the dtype of weights that one row of results is of."""
 
     width: str
     rows: int

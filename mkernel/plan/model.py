@@ -236,16 +236,16 @@ class AttentionShape(Model):
     documents: bool = False
 
 
-Shape = Annotated[
+AnyShape = (
     GemmShape
     | SumShape
     | MoeShape
     | DispatchShape
     | CombineShape
     | GemmCombineShape
-    | AttentionShape,
-    Field(discriminator="kind"),
-]
+    | AttentionShape
+)
+Shape = Annotated[AnyShape, Field(discriminator="kind")]
 
 
 def rows_of_a_rank(shape: Shape, world: int) -> int:

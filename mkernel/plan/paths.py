@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from mkernel.plan.few_rows import COLUMNS, cut
-from mkernel.plan.mailed_tiles import tiles
+from mkernel.plan.mailed_tiles import Tiles, tiles
 from mkernel.plan.model import (
     DTYPE_BYTES,
     DtypeName,
@@ -258,6 +258,20 @@ def of_few_rows(
     return Times(compute, comm, compute + comm)
 
 
+def tiles_by_mail(
+    op: OpName,
+    shape: GemmShape,
+    dtype: DtypeName,
+    world: int,
+    cores: int,
+    mailed: MailedTilesConstants,
+    memory_gbs: float,
+) -> Tiles:
+    """Return the tiles with which a call of that kernel is predicted to end first."""
+    sent = (world - 1) * _few_rows_bytes(op, shape, dtype, world)
+    return tiles(shape.m, shape.n, shape.k, sent, cores, memory_gbs, mailed)
+
+
 def of_mailed_tiles(
     op: OpName,
     shape: GemmShape,
@@ -268,8 +282,7 @@ def of_mailed_tiles(
     memory_gbs: float,
 ) -> Times:
     """Predict the kernel whose tiles leave by mail, as :func:`mkernel.plan.mailed_tiles.tiles` does."""
-    sent = (world - 1) * _few_rows_bytes(op, shape, dtype, world)
-    how = tiles(shape.m, shape.n, shape.k, sent, cores, memory_gbs, mailed)
+    how = tiles_by_mail(op, shape, dtype, world, cores, mailed, memory_gbs)
     return Times(how.compute, how.sent + mailed.exchange_us, how.total)
 
 

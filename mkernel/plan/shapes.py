@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError
 from mkernel.plan.model import (
     DTYPE_BYTES,
+    AnyShape,
     AttentionShape,
     CombineShape,
     DispatchShape,
@@ -35,18 +36,7 @@ if TYPE_CHECKING:
 MAX_DIMENSION = 2**31 - 1
 """The largest size: kernels index rows and columns with 32-bit signed integers."""
 
-SHAPES: dict[
-    str,
-    type[
-        GemmShape
-        | SumShape
-        | MoeShape
-        | DispatchShape
-        | CombineShape
-        | GemmCombineShape
-        | AttentionShape
-    ],
-] = {
+SHAPES: dict[str, type[AnyShape]] = {
     "all_gather_gemm": GemmShape,
     "gemm_reduce_scatter": GemmShape,
     "gemm_all_reduce": GemmShape,

@@ -44,7 +44,7 @@ def fused() -> list[str]:
 
 def few_rows() -> list[str]:
     """GEMM+AllReduce by one kernel, of odd tiles, of whole ones, and of two waves of them; e4m3 too;
-    with norms, of several ranks in the kernel."""
+    with norms, which follow the kernel."""
     shapes: list[Any] = [
         Shape("gemm_all_reduce", m, n, k, path="fused")
         for m, n, k in ((33, 1032, 520), (16, 1024, 512), (8, 17416, 72))

@@ -1,4 +1,4 @@
-"""What rank processes on GPUs run of experts in e4m3, beside the families of calls; and faults."""
+"""Functions that rank processes on GPUs run: experts in e4m3, beside families of calls, and faults."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def tokens(shape: Moe, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def quantised_once(shape: Moe, dtype: torch.dtype) -> list[str]:
-    """What is wrong where tokens have 16 bits: results are, to the bit, those of tokens that torch
-    quantised; each token is quantised once, and what comes between the products never again."""
+    """Return what is wrong where tokens have 16 bits: results are, to the bit, those of tokens that
+    torch quantised; each token is quantised once, and what comes between the products never again."""
     x, ids = tokens(shape, dtype)
     w, w_scale = weights(1, shape.experts, shape.hidden, 2 * shape.features)
     w2, w2_scale = weights(2, shape.experts, shape.features, shape.hidden)
@@ -154,7 +154,7 @@ def promoted(shape: Moe) -> tuple[float, float]:
 
 
 def no_numbers(shape: Moe) -> list[str]:
-    """What is wrong where a token is no number, and another one is zero."""
+    """Return what is wrong where a token is no number, and another one is zero."""
     x, ids = tokens(shape, torch.bfloat16)
     x[3, 200], x[4, 7] = float("nan"), float("inf")
     w, w_scale = weights(1, shape.experts, shape.hidden, shape.features)
@@ -177,7 +177,7 @@ def no_numbers(shape: Moe) -> list[str]:
 
 
 def one_rank(shape: Moe) -> list[str]:
-    """What is wrong where rank 0 has all tokens' experts, then half of them, then none."""
+    """Return what is wrong where rank 0 has all tokens' experts, then half of them, then none."""
     rank, size = mkernel.world().rank, mkernel.world().size
     x, ids = tokens(shape, torch.bfloat16)
     w, w_scale = weights(1, shape.experts, shape.hidden, shape.features)

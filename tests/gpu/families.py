@@ -152,7 +152,7 @@ TILED = [
     Shape(REDUCE, 300, 12296, 136, dtype="float16", layout="column", bias=True),
     normed(400, 4104, 1032, layout="column"),
 ]
-# With norms in the kernel: each height, odd tiles, shares of one row and of none, eight parts of K.
+# A kernel that follows does norms: each height, odd tiles, shares of one row and of none, split K.
 NORMED = [
     normed(1, 4096, 2048, layout="column"),
     normed(16, 1032, 4096, norm="alone"),
@@ -169,7 +169,7 @@ NORMED = [
         )
     ),
 ]
-IN_TWO_WAVES = normed(40, 17416, 264, layout="column")  # behind the kernel
+IN_TWO_WAVES = normed(40, 17416, 264, layout="column")
 FEW_AND_OTHERS = [
     *NORMED,
     *FEW,

@@ -73,9 +73,9 @@ class Moe:
     narrow: bool = False
     """Whether results of GEMM+combine travel in ``dtype``, not in float32."""
     scales: bool = False
-    """Whether operands are e4m3 with scales by blocks; ``dtype`` is then that of results."""
+    """Says that operands are e4m3 with scales by blocks; ``dtype`` is then that of results."""
     quantise: bool = False
-    """Whether the first op quantises what the second one multiplies; else that has 16 bits."""
+    """Says that the first op quantises what the second one multiplies; else that has 16 bits."""
 
     def work(self, seed: int = 0, device: str | None = None) -> Work:
         """Make its tensors on this rank."""

@@ -1,4 +1,5 @@
-"""What ranks run of norms in the kernel for few rows, and of those whose results are e4m3."""
+"""Functions that ranks run of normalised rows in e4m3, and constants that leave few rows to their
+kernel."""
 
 from __future__ import annotations
 

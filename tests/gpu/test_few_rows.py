@@ -22,7 +22,7 @@ pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
 @pytest.fixture(scope="module")
 def constants_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Few rows are left to their kernel wherever it takes them, ."""
+    """Leave few rows to their kernel wherever it takes them."""
     return norm_ranks.everywhere(tmp_path_factory.mktemp("few_rows") / "constants.json")
 
 

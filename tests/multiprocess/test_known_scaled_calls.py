@@ -115,8 +115,8 @@ def test_scales_of_the_call_before_are_caught(mode: str) -> None:
 
 
 def normalised(quantise: Any) -> list[tuple[bool, bool]]:
-    """By turn: whether the call began without Python, and whether its results have the bits of the
-    norm of the plain product, and of its rows quantised."""
+    """Return by turn whether the call began without Python, and whether its results have the bits of
+    the norm of the plain product, and of its rows quantised."""
     found = []
     for turn in range(4):
         of, chance = given(turn), torch.Generator().manual_seed(turn)

@@ -31,7 +31,6 @@ from mkernel.backends.accelerators.hopper.schedule import (
 from mkernel.backends.accelerators.hopper.transfer.engines import Choice, Engines
 from mkernel.plan import paths
 from mkernel.plan.few_rows import cut
-from mkernel.plan.mailed_tiles import tiles
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, Schedule, SumShape
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.predict import payloads
@@ -431,12 +430,9 @@ def mailed_tiles(
     """Schedule tiles that leave by mail."""
     plan, machine = request.plan, request.constants
     assert machine is not None
-    shape = plan.gemm
-    sent = payloads(plan.op, shape, plan.dtype, plan.world_size, one_exchange=True).scatter
-    found = tiles(
-        shape.m, shape.n, shape.k, (plan.world_size - 1) * sent, processors, machine.memory_gbs,
-        constants,
-    )  # fmt: skip
+    found = paths.tiles_by_mail(
+        plan.op, plan.gemm, plan.dtype, plan.world_size, processors, constants, machine.memory_gbs
+    )
     return FewRowsSchedule(
         splits=1, blocks=processors, product=plan.dtype, tiling=tiling_of(found.tile)
     )

@@ -31,11 +31,6 @@ __device__ inline void store_16(void* to, uint4 v) {
                  : "memory");
 }
 
-// Starts to bring the line to L2.
-__device__ inline void prefetch(const void* at) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
-}
-
 // Copies 8 bytes into shared memory, zeros where `there` is false; the copy is done when this thread has
 // waited.
 __device__ inline void copy_8_ahead(void* to, const void* from, bool there) {
