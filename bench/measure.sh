@@ -9,7 +9,9 @@
 #   first    the same, first calls                           hopper_layers_2_first.json
 #   seed     COUNT [200] shapes of SEED [20261201], which nothing was fitted to or chosen by, as CUDA graphs,
 #            then eager                                      hopper_random_SEED_{,eager_}2.json
-#   floor    the same, flushed, beside their parts alone     hopper_random_SEED_kernel_2.json
+#   rows     the same of at most 1024 rows [SEED 20261130], beside the libraries that serve, as CUDA graphs
+#                                                    hopper_random_SEED_rows_2.json
+#   floor    shapes of SEED, flushed, beside their parts alone     hopper_random_SEED_kernel_2.json
 #   bars     AllReduce of the target sizes into every kind of output, and 4k, as CUDA graphs
 #                                                            hopper_all_reduce_targets_2.json, hopper_4k_2.json
 #   all_reduce  AllReduce of 1 KiB to 16 MiB and GEMM+AllReduce of few rows, each with and without residual and norm,
@@ -160,6 +162,11 @@ for part in "$@"; do
             bench "hopper_random_${seed}_kernel_${card}2" "${draw[@]}" --peers nccl+cublas --mode kernel
         fi
         ;;
+    rows)
+        seed=${SEED:-20261130}
+        bench "hopper_random_${seed}_rows_${card}2" "${drawn[@]}" --random "${COUNT:-200}" --seed "$seed" \
+            --most-rows 1024 --peers "$served" --mode graph
+        ;;
     bars)
         named=(--ranks 2 --accelerator hopper --mode graph --iterations 6 --warmup 1)
         bench "hopper_all_reduce_targets_${card}2" gemm_ar "${named[@]}" \
@@ -294,7 +301,7 @@ for part in "$@"; do
         run python bench/two_commits.py --old "$raw"/two_commits/old_*.json --new "$raw"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, seed, floor, bars, all_reduce, ways, experts, experts_nodes, tiles, fp8, fp8_more, attention, nodes, whole, host, parts, soak, calls, alternate" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, seed, rows, floor, bars, all_reduce, ways, experts, experts_nodes, tiles, fp8, fp8_more, attention, nodes, whole, host, parts, soak, calls, alternate" >&2
         exit 2
         ;;
     esac

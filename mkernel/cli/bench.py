@@ -28,7 +28,7 @@ from mkernel.harness import (
     plot,
     results,
 )
-from mkernel.harness.draws import MOST_DRAWS, drawn
+from mkernel.harness.draws import MOST_DRAWS, ROWS, drawn
 from mkernel.harness.shapes import NODES, SHIPPED, SMALL, TARGETS, shapes
 from mkernel.harness.spec import GEMMS, MODES, Benched, BenchSpec, Mode, sized_like
 from mkernel.launch import check_ranks
@@ -107,6 +107,12 @@ def command(
             max=MOST_DRAWS,
             metavar="N",
             help="Time N shapes drawn by --seed, instead of --shapes.",
+        ),
+    ] = None,
+    most_rows: Annotated[
+        int | None,
+        typer.Option(
+            min=ROWS[0], max=ROWS[1], metavar="M", help="Draw shapes of at most M rows by --random."
         ),
     ] = None,
     mode: Annotated[
@@ -257,6 +263,8 @@ def command(
         )
         return
     _check_random(random, shapes_, names)
+    if most_rows is not None and random is None:
+        raise ArgumentError("--most-rows", most_rows, "nothing without --random")
     chosen = accelerator or chosen_accelerator(nodes, sized_like(names[0]))
     devices = len(real_devices(registry.accelerator(chosen)))
     ranks = ranks or _usual_ranks(devices, nodes)
@@ -264,7 +272,7 @@ def command(
     usual = (NODES if (nodes, ranks) == (2, 2) else TARGETS) if devices else SMALL
     listed = shapes_ or (usual if set(names) & set(GEMMS) else "as mkernel run")
     spec = BenchSpec(
-        shapes=drawn(random, seed, names, ranks)
+        shapes=drawn(random, seed, names, ranks, most_rows or ROWS[1])
         if random
         else shapes(shapes_, names, ranks, usual),
         source="random" if random else listed,

@@ -4,9 +4,10 @@ A draw is held out only while its seed is not in :data:`SPENT`. A seed is spent 
 fitted to its shapes or a choice was made by them; a seed that was measured before the last fit counts
 as spent, because whoever fitted could have looked at it.
 
-M is log-uniform from 4 to 32,944, a multiple of the number of ranks. N and K are log-uniform from 256
-to 16,384: half of the draws are odd multiples of 8 (rows must start aligned), half multiples of 64. The
-ops take turns; B is row- or column-major at random. A draw with too large matrices is made again.
+M is log-uniform from 4 to 32,944, or to fewer, a multiple of the number of ranks. N and K are
+log-uniform from 256 to 16,384: half of the draws are odd multiples of 8 (rows must start aligned), half
+multiples of 64. The ops take turns; B is row- or column-major at random. A draw with too large matrices
+is made again.
 """
 
 from __future__ import annotations
@@ -48,11 +49,13 @@ MOST_SPENT = 200
 """The largest number of shapes that was drawn of a spent seed."""
 
 
-def drawn(count: int, seed: int, ops: Sequence[Benched], ranks: int) -> tuple[Shape, ...]:
-    """Draw ``count`` shapes for a world of ``ranks``; the first ones do not depend on how many there
-    are."""
+def drawn(
+    count: int, seed: int, ops: Sequence[Benched], ranks: int, most_rows: int = ROWS[1]
+) -> tuple[Shape, ...]:
+    """Draw ``count`` shapes of at most ``most_rows`` for a world of ``ranks``; the first ones do not
+    depend on how many there are."""
     chance = random.Random(seed)  # only its random() gives the same in all versions of Python
-    return tuple(_shape(chance, ops[index % len(ops)], ranks) for index in range(count))
+    return tuple(_shape(chance, ops[index % len(ops)], ranks, most_rows) for index in range(count))
 
 
 @cache
@@ -62,9 +65,9 @@ def spent_sizes(ranks: int) -> Mapping[str, int]:
     return {shape.size: seed for seed in SPENT for shape in drawn(MOST_SPENT, seed, ops, ranks)}
 
 
-def _shape(chance: random.Random, op: Benched, ranks: int) -> Shape:
+def _shape(chance: random.Random, op: Benched, ranks: int, most_rows: int) -> Shape:
     while True:
-        m = _between(chance, *ROWS, step=ranks)
+        m = _between(chance, ROWS[0], most_rows, step=ranks)
         n, k = (_aligned(chance) for _ in range(2))
         layout: Literal["row", "column"] = "row" if chance.random() < 0.5 else "column"
         if m * n * k <= MOST_PRODUCTS and max(m * n, n * k, m * k) <= MOST_ELEMENTS:

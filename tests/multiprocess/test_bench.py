@@ -395,6 +395,7 @@ def test_what_fails_on_one_rank_is_said_though_the_others_wait_for_it() -> None:
         (["--mode", "graph", "--accelerator", "streams"], "kernel, eager or first"),
         (["--mode", "eager", "--launches"], "--launches"),
         (["--random", "3", "--shapes", "8x8x8"], "--random"),
+        (["--most-rows", "64"], "nothing without --random"),
         (["--render", "/nonexistent"], "--render"),
     ],
 )

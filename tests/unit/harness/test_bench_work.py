@@ -380,6 +380,12 @@ def test_draws_are_legal_wide_and_bounded(ranks: int) -> None:
         assert sum(value % 64 == 0 for value in sizes) > 200
 
 
+def test_draws_of_few_rows_have_no_more() -> None:
+    rows = [each.m for each in drawn(300, 1, OPS, 2, 1024)]
+    assert min(rows) < 8
+    assert 768 < max(rows) <= 1024
+
+
 def test_a_page_says_what_was_compared() -> None:
     (file,) = Path("bench/results").glob("hopper_random_7_eager_h100_2.json")
     old = results.read(file)
