@@ -39,13 +39,14 @@ struct CallState {
     }
     // Counts a block that is done with what others may change at the end of the call; returns how many were
     // counted before it. Called by one thread of every block, once. The block that is counted last ends the call,
-    // after a fence; nobody else waits for the result.
+    // after a fence; nobody else waits for the result. The thread itself waits for it only where it looks at it: of
+    // an `add` the compiler would make one for the whole warp, whose result is shuffled at once. `inc` adds 1, too.
     __device__ std::uint32_t count_block() {
 #ifdef __CUDA_ARCH__
         std::uint32_t before;
-        asm volatile("atom.release.gpu.global.add.u32 %0, [%1], 1;"
+        asm volatile("atom.release.gpu.global.inc.u32 %0, [%1], %2;"
                      : "=r"(before)
-                     : "l"(&blocks_done)
+                     : "l"(&blocks_done), "r"(~0u >> 1)
                      : "memory");
         return before;
 #else

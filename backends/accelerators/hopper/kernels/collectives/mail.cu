@@ -18,7 +18,9 @@
 namespace mkernel::hopper::collectives {
 namespace {
 
-constexpr unsigned kMailThreads = 256;
+constexpr unsigned kMailThreads = 256;  // that send and take
+// A warp more counts the block (BriefBlock) and prefetches: neither its fence nor an answer delays what is sent.
+constexpr unsigned kBlockThreads = kMailThreads + 32;
 
 // Places of 16 bytes, or of 8 elements, are counted with 32 bits: kMailBytes holds fewer.
 struct Sent {
@@ -40,12 +42,16 @@ struct Sent {
     }
 };
 
+// Returns the first of a thread's own places; of a thread without any, one behind all.
+__device__ std::uint32_t first_place() {
+    return threadIdx.x < kMailThreads ? blockIdx.x * kMailThreads + threadIdx.x : ~0u;
+}
+
 // Calls `each` for a thread's own share of so many places; it stops where `each` returns false.
 template <class Each>
 __device__ void for_own(std::uint32_t places, Each&& each) {
 #pragma unroll 1
-    for (std::uint32_t place = blockIdx.x * kMailThreads + threadIdx.x; place < places;
-         place += gridDim.x * kMailThreads) {
+    for (std::uint32_t place = first_place(); place < places; place += gridDim.x * kMailThreads) {
         if (!each(place)) return;
     }
 }
@@ -97,22 +103,30 @@ struct Gathered {
 };
 
 template <bool kWhole>
-__global__ void __launch_bounds__(kMailThreads, 2)
+__global__ void __launch_bounds__(kBlockThreads, 2)
     mail_all_gather_kernel(const __grid_constant__ Gathered args) {
     const Sent& sent = args.sent;
     const int rank = sent.workspace.rank;
     ptx::wait_for_grid_before();
-    const BriefBlock brief(sent.workspace);
-    const std::uint64_t epoch = brief.epoch();
     const std::uint32_t places = args.places[0] + args.places[1];
-    const auto mail = [&](int at, int from, std::uint32_t place) -> mailbox::Exact {
-        char* const slot = sent.mail(at, from, epoch);
-        return {slot + std::uint64_t{place} * 16, slot + std::uint64_t{places} * 16 + place};
-    };
     // Returns which array a place is in, and how many bytes into a rank's part of it.
     const auto at = [&](std::uint32_t place, int& which) {
         which = place < args.places[0] ? 0 : 1;
         return (place - which * args.places[0]) * std::uint64_t{16};
+    };
+    const auto own = [&](std::uint32_t place) {
+        int which;
+        const std::uint64_t begin = at(place, which);
+        return load<kWhole, uint4>(args.src[which] + begin, args.bytes[which] - begin);
+    };
+    const std::uint32_t first = first_place();
+    uint4 early{};  // the thread's first words, which come beside the epoch
+    if (first < places) early = own(first);
+    const BriefBlock brief(sent.workspace);
+    const std::uint64_t epoch = brief.epoch();
+    const auto mail = [&](int at, int from, std::uint32_t place) -> mailbox::Exact {
+        char* const slot = sent.mail(at, from, epoch);
+        return {slot + std::uint64_t{place} * 16, slot + std::uint64_t{places} * 16 + place};
     };
     const auto keep = [&](int from, std::uint32_t place, uint4 words) {
         int which;
@@ -121,14 +135,12 @@ __global__ void __launch_bounds__(kMailThreads, 2)
         store<kWhole>(args.out[which] + from * nbytes + begin, nbytes - begin, words);
     };
     for_own(places, [&](std::uint32_t place) {
-        int which;
-        const std::uint64_t begin = at(place, which);
-        const auto own = load<kWhole, uint4>(args.src[which] + begin, args.bytes[which] - begin);
+        const uint4 words = place == first ? early : own(place);
 #pragma unroll 1
         for (int step = 1; step < sent.workspace.world; ++step) {
-            mailbox::send_exactly(mail(sent.peer(step), rank, place), own);
+            mailbox::send_exactly(mail(sent.peer(step), rank, place), words);
         }
-        keep(rank, place, own);
+        keep(rank, place, words);
         return true;
     });
     brief.move_on(sent.workspace);
@@ -174,7 +186,7 @@ __device__ bool take(char* from, Eight<In>& eight, const transport::DeviceWaiter
 }
 
 template <class In, class Out, bool kScatter, bool kWhole>
-__global__ void __launch_bounds__(kMailThreads, 2)
+__global__ void __launch_bounds__(kBlockThreads, 2)
     mail_reduce_kernel(const __grid_constant__ Reduced args) {
     const Sent& sent = args.sent;
     const int rank = sent.workspace.rank;
@@ -186,11 +198,14 @@ __global__ void __launch_bounds__(kMailThreads, 2)
             static_cast<const In*>(args.src) + (kScatter ? std::uint64_t{args.elements} * of : 0);
         return load<kWhole, Eight<In>>(part + at, args.elements - at);
     };
+    const std::uint32_t places = (args.elements + 7) / 8;
+    const std::uint32_t first = first_place();
+    Eight<In> early{};  // the thread's first terms, which come beside the epoch
+    if (first < places) early = own(first, sent.peer(1));
     const BriefBlock brief(sent.workspace, args.prefetch.exchange);
     const std::uint64_t epoch = brief.epoch();
-    const std::uint32_t places = (args.elements + 7) / 8;
     for_own(places, [&](std::uint32_t place) {
-        Eight<In> eight = own(place, sent.peer(1));
+        Eight<In> eight = place == first ? early : own(place, sent.peer(1));
 #pragma unroll 1
         for (int step = 1; step < world; ++step) {
             const int to = sent.peer(step);
@@ -259,7 +274,7 @@ struct Twice {
 // A place is 8 elements of every part, handled by one thread from its first word to its last: so `out` may be
 // `src`.
 template <class In, class Out, bool kWhole>
-__global__ void __launch_bounds__(kMailThreads, 2)
+__global__ void __launch_bounds__(kBlockThreads, 2)
     mail_all_reduce_twice_kernel(const __grid_constant__ Twice args) {
     const int rank = args.workspace.rank;
     const int world = args.workspace.world;
@@ -360,7 +375,7 @@ void launch(void (*kernel)(Args), Args args, const Collective& call, std::uint32
     const std::uint32_t most = most_blocks(call);
     std::uint32_t blocks = std::min((places + kMailThreads - 1) / kMailThreads, most);
     if constexpr (requires { args.prefetch; }) blocks = args.prefetch.blocks_beside(blocks, most);
-    launch_early(kernel, args, blocks, kMailThreads, stream);
+    launch_early(kernel, args, blocks, kBlockThreads, stream);
 }
 
 template <bool kScatter>
