@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mkernel.ops import flops, validate
+from mkernel.ops import flops, moe_composed, validate
 from mkernel.ops.common import plan_for
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import ops, register
@@ -43,6 +43,7 @@ def _dispatch(
     grad_outputs: Tensor,
     x: Tensor,
     w: Tensor,
+    counts: Tensor,
     routing: Tensor,
     top_k: int,
     capacity: int | None,
@@ -53,6 +54,11 @@ def _dispatch(
     world, op = current(group), "moe_dispatch_backward"
     names = ("grad_outputs", "x", "w", "routing")
     given = plain(op, names, (grad_outputs, x, w, routing))
+    grad_outputs, x, w, routing = given
+    if moe_composed.composes(world, op, counts, grad_outputs, x, w):
+        return moe_composed.dispatch(
+            world, grad_outputs, x, w, (counts, routing), top_k, capacity=capacity, chunk=chunk
+        )
     plan = plan_for(
         world,
         op,
@@ -77,7 +83,7 @@ def _dispatch(
 
 
 def _dispatch_fake(
-    grad_outputs: Tensor, x: Tensor, w: Tensor, routing: Tensor, **_: Any
+    grad_outputs: Tensor, x: Tensor, w: Tensor, counts: Tensor, routing: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(w)
 
@@ -95,6 +101,9 @@ def _combine(
     world, op = current(group), "moe_combine_backward"
     names = ("grad_out", "y", "routing", "topk_weights")
     given = plain(op, names, (grad_out, y, routing, topk_weights))
+    grad_out, y, routing, topk_weights = given
+    if moe_composed.composes(world, op, counts, grad_out, y):
+        return moe_composed.combine(world, grad_out, y, (counts, routing), topk_weights)
     tensors = dict(zip(names, given, strict=True))
     plan = plan_for(
         world,
@@ -123,8 +132,8 @@ def _combine_fake(
 
 
 register(
-    "moe_dispatch_backward(Tensor grad_outputs, Tensor x, Tensor w, Tensor routing, *, int top_k, "
-    "int? capacity=None, int? chunk=None, str group) -> (Tensor, Tensor)",
+    "moe_dispatch_backward(Tensor grad_outputs, Tensor x, Tensor w, Tensor counts, Tensor routing, *, "
+    "int top_k, int? capacity=None, int? chunk=None, str group) -> (Tensor, Tensor)",
     _dispatch,
     _dispatch_fake,
     flops=flops.dispatch_backward,
@@ -140,22 +149,22 @@ register(
 
 
 def save_dispatch(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-    """Keep x, w and the routing."""
+    """Keep x, w and the handle."""
     x, topk_ids, w = inputs
     ctx.options = {name: keyword_only_inputs[name] for name in ("capacity", "chunk", "group")}
     ctx.activation = keyword_only_inputs["activation"]
     ctx.out_dtype = keyword_only_inputs["out_dtype"]
-    ctx.save_for_backward(x, topk_ids, w, output[2])
+    ctx.save_for_backward(x, topk_ids, w, *output[1:])
 
 
 def dispatch_backward(ctx: Any, of_outputs: Tensor, *_: Any) -> Any:
     """Compute dx and dw in one call. With an activation the product is made again first."""
-    x, topk_ids, w, routing = ctx.saved_tensors
+    x, topk_ids, w, counts, routing = ctx.saved_tensors
     if ctx.activation is not None:
         product, *_ = ops.moe_dispatch_gemm(x, topk_ids, w, out_dtype=ctx.out_dtype, **ctx.options)
         of_outputs = _silu_and_mul_backward(of_outputs, product)
     of_x, of_w = ops.moe_dispatch_backward(
-        of_outputs.contiguous(), x, w, routing, top_k=topk_ids.shape[1], **ctx.options
+        of_outputs.contiguous(), x, w, counts, routing, top_k=topk_ids.shape[1], **ctx.options
     )
     return of_x, None, of_w
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from mkernel.errors import ShapeError
-from mkernel.ops import flops, validate
+from mkernel.ops import flops, moe_composed, validate
 from mkernel.ops.around import refuse_gradients
 from mkernel.ops.common import Done, Execution, plan_for
 from mkernel.ops.moe import MoeHandle, check_routed, expect_handle
@@ -262,6 +262,9 @@ def _backward(
     world = current(group)
     names = ("grad_out", "h", "w2", "routing", "topk_weights")
     given = plain(_BACKWARD, names, (grad_out, h, w2, routing, topk_weights))
+    grad_out, h, w2, routing, topk_weights = given
+    if moe_composed.composes(world, _BACKWARD, counts, grad_out, h, w2):
+        return moe_composed.gemm_combine(world, grad_out, h, w2, (counts, routing), topk_weights)
     plan = _plan(world, _BACKWARD, h, w2, topk_weights, grad_out.dtype)
     weights = weights_as(steps, topk_weights, plan)
     found = [steps.do(torch.empty_like, each) for each in (h, w2, weights)]

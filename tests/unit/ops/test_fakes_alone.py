@@ -124,7 +124,7 @@ def test_what_follows_a_dispatch() -> None:
     opcheck(ops.moe_gemm_combine_scaled.default, wide, group, test_utils=TESTS[1:])
     opcheck(
         ops.moe_dispatch_backward.default,
-        (drawn(5, 6), drawn(3, 8), drawn(2, 8, 6), handle.routing),
+        (drawn(5, 6), drawn(3, 8), drawn(2, 8, 6), *handle),
         {"top_k": 2, **group},
         test_utils=TESTS,
     )
