@@ -30,11 +30,13 @@ _GROUPS = 1024
 
 def composes(world: World, op: str, counts: Tensor, *operands: Tensor) -> bool:
     """Return whether a call of ``op`` is composed: the accelerator that has the handles lacks the op
-    but has its parts, and torch's grouped product takes the operands: bfloat16, in rows of a multiple
-    of 16 bytes. Otherwise a companion runs the call, or none does. All ranks find the same."""
+    but has its parts, the world has one node, and torch's grouped product takes the operands: bfloat16,
+    in rows of a multiple of 16 bytes. Otherwise a companion runs the call, or none does. All ranks find
+    the same."""
     claims = world.engine("moe_dispatch_gemm").claims
     return (
         op not in claims.ops
+        and world.identity.nodes == 1  # in which every backend that claims it reuses routings
         and _PARTS.issubset(claims.ops)
         and claims.routing_of_ids
         and claims.reuses_routing

@@ -19,7 +19,7 @@ from few_elements import experts_right
 import mkernel
 from mkernel.backends.accelerators.hopper.moe import executors as backend
 from mkernel.backends.contracts.scaled import dequantised, quantised_blocks
-from mkernel.cases import case_of
+from mkernel.cases import case_of, poison
 from mkernel.cases.comparison import FEW
 from mkernel.cases.moe import ROUTINGS, MoeDispatchCase, wide
 from mkernel.errors import CapacityExceeded
@@ -471,3 +471,87 @@ def trained(shape: Moe) -> list[str]:
         if not off < 2e-2:
             found.append(f"rank {work.rank}: the gradient of {name} is off by {off:.1e}")
     return found
+
+
+class Trained(Work):
+    """A layer of both ops with gradients."""
+
+    names = ("x", "w", "w2", "topk_weights")
+
+    def call(self) -> Tensors:
+        """Make one step on the tensors where they lie; return the gradients."""
+        given = {**self.given, "w2": self.w2}
+        leaves = {name: given[name].detach().requires_grad_() for name in self.names}
+        sent = mkernel.moe_dispatch_gemm(
+            leaves["x"], given["topk_ids"], leaves["w"], capacity=self.shape.capacity or None,
+            activation=self.shape.activation,
+        )  # fmt: skip
+        home = mkernel.moe_gemm_combine(
+            sent.outputs, leaves["w2"], sent.handle, leaves["topk_weights"],
+            returns=self.shape.returns,
+        )  # fmt: skip
+        out = home + mkernel.moe_combine(sent.outputs, sent.handle, leaves["topk_weights"]).sum(
+            1, keepdim=True
+        )
+        found = torch.autograd.grad(out.float().square().sum(), tuple(leaves.values()))
+        self.found = dict(zip(self.names, found, strict=True))
+        return self.found
+
+    def wrong(self, turn: int, found: Tensors) -> list[str]:
+        """Say which gradients are off, by torch's in float64 of all ranks' tokens."""
+        case, ranks, leaves = self.moe, range(self.world), list[dict[str, torch.Tensor]]()
+        for rank in ranks:
+            drawn = (
+                case._x(rank, turn), case._w(rank, self.world, turn), self._w2(rank),
+                case._weights(rank, turn).float(),
+            )  # fmt: skip
+            each = (one.double().requires_grad_() for one in drawn)
+            leaves.append(dict(zip(self.names, each, strict=True)))
+        w, w2 = (torch.cat([leaves[rank][name] for rank in ranks]) for name in ("w", "w2"))
+        loss = torch.zeros((), dtype=torch.float64, device=w.device)
+        for rank in ranks:
+            x, weights = leaves[rank]["x"], leaves[rank]["topk_weights"]
+            ids, parts = case._ids(rank, turn).long(), list[torch.Tensor]()
+            for expert in range(len(w)):
+                token, slot = (ids == expert).nonzero(as_tuple=True)
+                h = case._activate(x[token] @ w[expert])
+                rows = weights[token, slot, None] * (h @ w2[expert] + h.sum(1, keepdim=True))
+                parts.append(torch.zeros_like(x).index_add(0, token, rows))
+            loss = loss + torch.stack(parts).sum(0).square().sum()
+        own = tuple(leaves[self.rank].values())
+        wrong = []
+        for name, truth in zip(self.names, torch.autograd.grad(loss, own), strict=True):
+            off = float((found[name].double() - truth).norm() / (float(truth.norm()) or 1.0))
+            if not off < 2e-2:
+                wrong.append(f"the gradient of {name} is off by {off:.1e}")
+        return wrong
+
+
+def composed(shapes: Sequence[Moe]) -> list[str]:
+    """Gradients that are off, or whose bits are others in a second step; with a capacity those of
+    replays too."""
+    failures = []
+    for shape in shapes:
+        work = Trained(shape, shape.work().moe)
+        for turn in range(2):
+            work.fill(turn)
+            first = work.call()
+            failures += work.failure(turn, first)
+            poison.freed([(each.shape, each.dtype) for each in first.values()], calls.DEVICE)
+            again = work.call()
+            failures += [
+                f"rank {work.rank} {shape}: other bits of {name}"
+                for name, one in first.items()
+                if not torch.equal(one, again[name])
+            ]
+        if not shape.capacity:
+            continue
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = work.call()
+        for turn in range(2, 4):
+            work.fill(turn, captured)
+            graph.replay()
+            failures += work.failure(turn, captured, "replayed")
+    mkernel.synchronize()
+    return failures

@@ -9,6 +9,7 @@ from typing import Any
 import calls
 import moe_ranks
 import pytest
+import torch
 from calls import Decisions
 from device_buffers import needs_gpus, pair, several, worlds
 from in_world import TOLD_S
@@ -81,5 +82,25 @@ def test_faults_are_seen(world: int, shape: Moe, decisions: Decisions, faults: A
 
 @needs_gpus(2)
 def test_gradients_by_the_companion() -> None:
-    """NCCL, which carries them, has no two ranks share a GPU."""
-    right(2, moe_ranks.trained, Moe(24, 64, 64, 2, 2), accelerator="hopper,streams")
+    """Gradients in float16 go over NCCL, which has no two ranks share a GPU."""
+    shape = Moe(24, 64, 64, 2, 2, dtype="float16")
+    right(2, moe_ranks.trained, shape, accelerator="hopper,streams")
+
+
+MANY = Moe(2048, 512, 256, 8, 8, activation="silu_and_mul")
+"""Of which torch's grouped product takes large tiles."""
+
+
+@worlds
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="torch's grouped product may hang")
+def test_gradients_without_a_companion(world: int) -> None:
+    small = [
+        replace(Moe(40, 64, 72, 2, 2), routing=routing, capacity=capacity, layout=layout)
+        for routing, layout in (
+            ("uniform", "row"), ("one_expert", "column"), ("duplicates", "column"),
+            ("padded", "row"), ("empty_ranks", "row"),
+        )
+        for capacity in (0, 40 * 2 * world + 13)
+    ]  # fmt: skip
+    many = [MANY, replace(MANY, capacity=2048 * 8 * world, routing="some_empty", returns="slots")]
+    right(world, moe_ranks.composed, [*small, *many, replace(MANY, returns="ranks", top_k=3)])
