@@ -56,9 +56,7 @@ def _dispatch(
     given = plain(op, names, (grad_outputs, x, w, routing))
     grad_outputs, x, w, routing = given
     if moe_composed.composes(world, op, counts, grad_outputs, x, w):
-        return moe_composed.dispatch(
-            world, grad_outputs, x, w, (counts, routing), top_k, capacity=capacity, chunk=chunk
-        )
+        return moe_composed.dispatch(world, grad_outputs, x, w, (counts, routing), top_k, chunk)
     plan = plan_for(
         world,
         op,

@@ -53,10 +53,10 @@ def dispatch(
     w: Tensor,
     handle: tuple[Tensor, Tensor],
     top_k: int,
-    **options: int | None,
+    chunk: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and w. ``options``: capacity and chunk of the dispatch."""
-    rows = _sent(world, x, handle, top_k, **options)
+    """Return the gradients of x and w. ``chunk``: of the dispatch."""
+    rows = _sent(world, x, handle, top_k, len(of_outputs), chunk)
     ones = torch.ones((len(x), top_k), device=x.device)
     of_x = ops.moe_gemm_combine(of_outputs, w.transpose(1, 2), *handle, ones, group=world.name)
     return of_x, _of_weights(rows, of_outputs, w, _ends(handle[0], len(rows)))
@@ -101,13 +101,21 @@ class _Rows(NamedTuple):
 
 
 def _sent(
-    world: World, x: Tensor, handle: tuple[Tensor, Tensor], top_k: int, **options: int | None
+    world: World,
+    x: Tensor,
+    handle: tuple[Tensor, Tensor],
+    top_k: int,
+    count: int,
+    chunk: int | None = None,
 ) -> Tensor:
-    """Return the rows of tokens where a handle's dispatch sent its tokens."""
+    """Return the ``count`` rows of tokens where a handle's dispatch sent its tokens."""
     counts, routing = handle
+    # In a replayed backward's memory the accelerator does not know a dispatch of its own again.
+    known = world.engine("moe_dispatch_gemm").accelerator.dispatched_rows(routing)
     rows, *_ = ops.moe_dispatch(
         x, routing.new_empty((len(x), top_k)), None, counts, routing,
-        num_experts=counts.numel() * world.size, group=world.name, **options,
+        num_experts=counts.numel() * world.size, capacity=count if known is None else None,
+        chunk=chunk, group=world.name,
     )  # fmt: skip
     made: Tensor = rows
     return made
@@ -119,7 +127,7 @@ def _weighted(
     """Return the ``count`` rows of tokens, with their weights [T, k]."""
     (counts, routing), (tokens, top_k) = handle, weights.shape
     padded = torch.nn.functional.pad(weights.float(), (0, -top_k % 4))
-    rows = _sent(world, torch.cat([x, padded.view(x.dtype)], 1), handle, top_k)
+    rows = _sent(world, torch.cat([x, padded.view(x.dtype)], 1), handle, top_k, count)
     ids = routing[: world.size * tokens * top_k]
     first, own = world.rank * counts.numel(), counts.numel()
     # A stable sort leaves the places of an expert in the order of its rows; those of others come last.

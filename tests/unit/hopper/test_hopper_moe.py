@@ -28,6 +28,7 @@ from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import CapacityExceeded, ShapeError, Unsupported
+from mkernel.ops import moe_composed
 from mkernel.plan.arguments import Around
 from mkernel.plan.model import E4M3, GemmCombineShape, LaunchPlan, MoeShape, Scales
 from mkernel.plan.pipeline import Returns
@@ -616,3 +617,34 @@ def test_e4m3_products_of_few_tokens_gather_them() -> None:
     ]
     assert [each.permutes for each in found] == [False, True]
     assert {each.tiling for each in found} == {"deep"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "composed"),
+    [
+        ({}, True),
+        ({"dtype": torch.float16}, False),
+        ({"width": 68}, False),  # rows that do not begin at 16 bytes
+        ({"experts": 1024}, False),
+        ({"nodes": 2}, False),
+        ({"torch": "2.8.0+cu128"}, False),
+    ],
+)
+def test_gradients_are_composed_where_torch_multiplies_groups(
+    changes: dict[str, Any], composed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others go to a companion."""
+    found = {"dtype": torch.bfloat16, "width": 64, "experts": 8, "nodes": 1, "torch": "2.11.0"}
+    found |= changes
+    version = type(torch.__version__)(found["torch"])
+    monkeypatch.setattr(torch, "__version__", version)
+    engine = SimpleNamespace(claims=HopperAccelerator().capabilities())
+    world: Any = SimpleNamespace(
+        engine=lambda op: engine, identity=SimpleNamespace(nodes=found["nodes"])
+    )
+    counts = torch.zeros(found["experts"], dtype=torch.int64)
+    rows = torch.zeros(4, found["width"], dtype=found["dtype"])
+    wide = torch.zeros(4, 64, dtype=torch.bfloat16)
+    for op in ("moe_dispatch_backward", "moe_combine_backward", "moe_gemm_combine_backward"):
+        assert moe_composed.composes(world, op, counts, wide, rows) == composed
+    assert not moe_composed.composes(world, "moe_combine", counts, wide, rows)

@@ -1,0 +1,340 @@
+"""A training step of a mixture-of-experts layer, forward and backward, beside torch's.
+
+    python bench/moe_training.py [--sizes qwen:8192] [--json FILE]
+    python bench/moe_training.py --accelerator streams --sizes tiny:64      on a CPU
+
+A size is WIDTH:TOKENS, as many tokens a rank. Gate and up are one product. What computes a step:
+  mkernel      moe_dispatch_gemm, a compiled activation, moe_gemm_combine
+  recomputed   the activation in moe_dispatch_gemm, which keeps no product: the backward makes it again
+  all-to-all   torch's grouped products between all_to_all_single of every copy of a token
+  gather       torch's grouped products between an all-gather of tokens and a reduce-scatter of sums
+Peers move rows by the kernels of ``mkernel.harness.contenders.expert_rows``, in the backward too, and
+have the same compiled activation. All take turns in one run; a turn's time is the slowest rank's. The
+output and gradients of each are compared with float32's. ``of_peer`` is the better of the first two's
+time over the better of the peers'. Exit code 1 where a result is wrong or the bar is missed; times
+count on GPUs only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import results_file
+import torch
+import whole_models
+from torch import Tensor, distributed
+from torch.autograd import Function
+from torch.nn.functional import silu
+from torch_group import default_group
+from whole_models import PEERS_ENVIRONMENT, Contender, Place
+
+import mkernel
+from mkernel.harness.contenders import expert_rows
+from mkernel.harness.contenders.collectives import all_gather, reduce_scatter
+from mkernel.harness.contenders.experts import Sorted
+from mkernel.launch import report
+
+WIDTHS = {"qwen": (4096, 1536, 128, 8), "deepseek": (7168, 2048, 256, 8), "tiny": (64, 32, 8, 2)}
+"""Hidden, features, experts of all ranks, top-k; the first is Qwen3-235B-A22B's."""
+OURS, PEERS = ("mkernel", "recomputed"), ("all-to-all", "gather")
+NAMES = ("out", "x", "w", "w2", "weights")
+BAR, LIMIT, SEED = 0.7, 2e-2, 20261130
+
+
+class Moved(Function):
+    """Copies of tokens, one for each place, and sums of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, way: Way) -> Tensor:
+        ctx.way = way
+        return expert_rows.copied(tokens, way.places, way.count, way.top_k)
+
+    @staticmethod
+    def backward(ctx: Any, of_rows: Tensor) -> Any:
+        way = ctx.way
+        ones = torch.ones((len(way.home) // way.top_k, way.top_k), device=of_rows.device)
+        return expert_rows.summed(of_rows, ones, way.home, way.count), None
+
+
+class Summed(Function):
+    """Weighted sums of rows by token, and their derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, way: Way) -> Tensor:
+        ctx.way = way
+        ctx.save_for_backward(rows, weights)
+        return expert_rows.summed(rows, weights, way.home, way.count)
+
+    @staticmethod
+    def backward(ctx: Any, of_sums: Tensor) -> Any:
+        way, (rows, weights) = ctx.way, ctx.saved_tensors
+        of_rows = expert_rows.copied(of_sums, way.places, way.count, way.top_k)
+        of_weights = torch.zeros_like(weights)
+        products = (of_rows * rows).sum(1, dtype=weights.dtype)
+        of_weights.view(-1).index_put_((way.places,), products)
+        return of_rows.mul_(weights.view(-1)[way.places, None]), of_weights, None
+
+
+class Exchanged(Function):
+    """An all-to-all of rows, and of their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        ctx.sizes = sent, received
+        return _exchanged(rows, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, of_rows: Tensor) -> Any:
+        sent, received = ctx.sizes
+        return _exchanged(of_rows.contiguous(), received, sent), None, None
+
+
+class Gathered(Function):
+    """An all-gather, and the reduce-scatter of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor) -> Tensor:
+        return _gathered(share)
+
+    @staticmethod
+    def backward(ctx: Any, of_whole: Tensor) -> Tensor:
+        return _reduced(of_whole.contiguous())
+
+
+class Reduced(Function):
+    """A reduce-scatter, and the all-gather of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor) -> Tensor:
+        return _reduced(whole)
+
+    @staticmethod
+    def backward(ctx: Any, of_share: Tensor) -> Tensor:
+        return _gathered(of_share.contiguous())
+
+
+class Way(NamedTuple):
+    """Rows of tokens: as ``mkernel.harness.contenders.experts.Sorted`` has them."""
+
+    places: Tensor
+    home: Tensor
+    count: Tensor
+    top_k: int
+
+
+def way(places: Tensor, top_k: int) -> Way:
+    """Return the way of as many rows as there are places."""
+    rows = torch.arange(len(places), dtype=torch.int32, device=places.device)
+    home = torch.empty_like(rows).scatter_(0, places, rows)
+    return Way(places, home, torch.full_like(home[:1], len(places)), top_k)
+
+
+def _exchanged(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    out = rows.new_empty(sum(received), rows.shape[1])
+    # As bytes: gloo has no all-to-all of every dtype.
+    distributed.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), received, sent)
+    return out
+
+
+def _gathered(share: Tensor) -> Tensor:
+    whole = share.new_empty(distributed.get_world_size() * share.shape[0], *share.shape[1:])
+    all_gather(whole, share)
+    return whole
+
+
+def _reduced(whole: Tensor) -> Tensor:
+    share = whole.new_empty(len(whole) // distributed.get_world_size(), *whole.shape[1:])
+    reduce_scatter(share, whole)
+    return share
+
+
+def activated(both: Tensor) -> Tensor:
+    """Return silu(gate) * up."""
+    gate, up = both.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+class Layer:
+    """A rank's part of a layer of random weights, and what float32 says of one step."""
+
+    def __init__(self, width: str, tokens: int, place: Place) -> None:
+        hidden, features, experts, top_k = WIDTHS[width]
+        self.place, self.tokens, self.top_k = place, tokens, top_k
+        self.own = experts // place.ranks
+        chance = torch.Generator(place.device).manual_seed(SEED + place.rank)
+        drawn = partial(torch.randn, generator=chance, device=place.device, dtype=torch.bfloat16)
+        scores = torch.rand(tokens, experts, generator=chance, device=place.device)
+        best = scores.topk(top_k)
+        self.ids = best.indices.int()
+        x, self.of_out = drawn(tokens, hidden), drawn(tokens, hidden)
+        w = drawn(self.own, hidden, 2 * features).mul_(hidden**-0.5)
+        w2 = drawn(self.own, features, hidden).mul_(features**-0.5)
+        self.leaves = [each.requires_grad_() for each in (x, w, w2, best.values.softmax(1))]
+        self.activated: Callable[[Tensor], Tensor] = activated
+        if place.device.type == "cuda":
+            self.activated = torch.compile(activated, dynamic=True)
+        self.wanted = self._reference()
+
+    def step(self, forward: Callable[..., Tensor]) -> list[Tensor]:
+        """Return the output and the gradients of x, w, w2 and the weights."""
+        out = forward(*self.leaves)
+        return [out.detach(), *torch.autograd.grad(out, self.leaves, self.of_out)]
+
+    def mkernel(self, x: Tensor, w: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
+        sent = mkernel.moe_dispatch_gemm(x, self.ids, w, group=self.place.mesh)
+        h = self.activated(sent.outputs)
+        return mkernel.moe_gemm_combine(h, w2, sent.handle, weights, group=self.place.mesh)
+
+    def recomputed(self, x: Tensor, w: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
+        sent = mkernel.moe_dispatch_gemm(
+            x, self.ids, w, activation="silu_and_mul", group=self.place.mesh
+        )
+        return mkernel.moe_gemm_combine(
+            sent.outputs, w2, sent.handle, weights, group=self.place.mesh
+        )
+
+    def all_to_all(self, x: Tensor, w: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
+        ranks, ids = self.place.ranks, self.ids.flatten().long()
+        first = way(ids.argsort(stable=True), self.top_k)
+        sent = torch.bincount(ids, minlength=ranks * self.own)
+        received = torch.empty_like(sent)
+        distributed.all_to_all_single(received, sent)
+        sizes = [each.view(ranks, self.own).sum(1).tolist() for each in (sent, received)]
+        experts = torch.arange(self.own, device=ids.device).repeat(ranks)
+        then = way(experts.repeat_interleave(received).argsort(stable=True), 1)
+        rows = Moved.apply(Exchanged.apply(Moved.apply(x, first), *sizes), then)
+        rows = self._experts(rows, w, w2, received.view(ranks, self.own).sum(0))
+        back = then._replace(places=then.home.long(), home=then.places.int())
+        return Summed.apply(Exchanged.apply(Moved.apply(rows, back), *sizes[::-1]), weights, first)  # type: ignore[no-any-return]
+
+    def gather(self, x: Tensor, w: Tensor, w2: Tensor, weights: Tensor) -> Tensor:
+        ids = _gathered(self.ids) - self.place.rank * self.own
+        found = Sorted(ids, self.own, None)
+        these = Way(found.places, found.home, found.count, self.top_k)
+        rows = self._experts(Moved.apply(Gathered.apply(x), these), w, w2, found.counts)
+        return Reduced.apply(Summed.apply(rows, Gathered.apply(weights), these))  # type: ignore[no-any-return]
+
+    def _experts(self, rows: Tensor, w: Tensor, w2: Tensor, counts: Tensor) -> Tensor:
+        ends = counts.cumsum(0).int()
+        h = self.activated(torch._grouped_mm(rows, w, offs=ends))
+        return torch._grouped_mm(h, w2, offs=ends)  # type: ignore[no-any-return]
+
+    def _reference(self) -> list[Tensor]:
+        ids = _gathered(self.ids) - self.place.rank * self.own
+        x, weights = (_gathered(self.leaves[at].detach()).float().requires_grad_() for at in (0, 3))
+        w, w2 = (self.leaves[at].detach() for at in (1, 2))
+        of_out = _gathered(self.of_out).float()
+        out, of_experts = torch.zeros_like(x), [torch.empty_like(each) for each in (w, w2)]
+        for expert in range(self.own):  # one after the other: all at once do not fit in float32
+            token, slot = (ids == expert).nonzero(as_tuple=True)
+            both = [each[expert].float().requires_grad_() for each in (w, w2)]
+            rows = activated(x[token] @ both[0]) @ both[1] * weights[token, slot, None]
+            rows.backward(of_out[token])
+            out.index_add_(0, token, rows.detach())
+            for all_of, one in zip(of_experts, both, strict=True):
+                all_of[expert] = one.grad
+        assert x.grad is not None
+        assert weights.grad is not None
+        return [_reduced(out), _reduced(x.grad), *of_experts, _reduced(weights.grad)]
+
+
+def of_one_row(width: str, tokens: int, turns: int, place: Place) -> dict[str, Any]:
+    """Check and time all contenders at one size. Collective."""
+    layer, entries = Layer(width, tokens, place), dict[str, dict[str, Any]]()
+    contenders: dict[str, Contender] = {}
+    for name in (*OURS, *PEERS):
+        call = partial(layer.step, getattr(layer, name.replace("-", "_")))
+        try:
+            pairs = zip(NAMES, call(), layer.wanted, strict=True)
+            errors = {part: _error(one, other) for part, one, other in pairs}
+        except Exception as failure:
+            lines = str(failure).splitlines() or [""]
+            entries[name] = {"failed": f"{type(failure).__name__}: {lines[0]}"}
+            continue
+        ranks = place.of_all(errors)
+        entries[name] = {"errors": {part: max(each[part] for each in ranks) for part in NAMES}}
+        if any(not error <= LIMIT for error in entries[name]["errors"].values()):
+            entries[name]["failed"] = "wrong"
+            continue
+        contenders[name] = Contender(name, "eager", call)
+    for name, figures in whole_models.take_turns(contenders, turns, place).items():
+        figures["turns"] = len(figures.pop("us"))
+        entries[name] |= figures
+    cuda = place.device.type == "cuda"
+    row = {"width": width, "tokens": tokens, "cuda": cuda, "contenders": entries}
+    best = [
+        min(entries[name].get("median_us", float("inf")) for name in names)
+        for names in (OURS, PEERS)
+    ]
+    row["of_peer"] = best[0] / best[1]
+    failed = [f"{name}: {each['failed']}" for name, each in entries.items() if "failed" in each]
+    late = cuda and width == "qwen" and not row["of_peer"] <= BAR
+    row["missed"] = failed + ([f"{row['of_peer']:.2f} of the peer, bar {BAR}"] if late else [])
+    return row
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def shown(row: dict[str, Any]) -> str:
+    """Return a row as lines of text."""
+    lines = [f"{row['width']}, {row['tokens']} tokens a rank"]
+    for name, entry in row["contenders"].items():
+        text = entry.get("failed") or f"{entry['median_us']:10.1f} us"
+        lines.append(f"  {name:11} {text}  {max(entry.get('errors', {'': 0}).values()):.1e}")
+    return "\n".join(
+        [*lines, f"  -> {row['of_peer']:.3f} of the peer; {row['missed'] or 'nothing missed'}"]
+    )
+
+
+def of_one_rank(sizes: Sequence[tuple[str, int]], turns: int, cuda: bool) -> None:
+    """Measure all sizes; rank 0 reports each row as it is done."""
+    with default_group(cuda):
+        place = Place(cuda)
+        for width, tokens in sizes:
+            row = of_one_row(width, tokens, turns, place)
+            if place.rank == 0:
+                report(row)
+            gc.collect()
+            if cuda:
+                torch.cuda.empty_cache()
+
+
+def main() -> int:
+    """Print each row as it is done; 1 where a result is wrong or the bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--accelerator", default="hopper")
+    parser.add_argument("--sizes", default="qwen:8192")
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="the result, written after every row")
+    given = parser.parse_args()
+    parts = [each.partition(":")[::2] for each in given.sizes.split(",")]
+    sizes = [(width, int(tokens)) for width, tokens in parts]
+    os.environ.update(PEERS_ENVIRONMENT)
+    rows: list[dict[str, Any]] = []
+    figures = {"accelerator": given.accelerator, "ranks": given.ranks, "rows": rows}
+
+    def done(rank: int, row: Any) -> None:
+        rows.append(row)
+        print(shown(row), flush=True)
+        if given.json is not None:
+            results_file.save(given.json, "moe_training", figures)
+
+    mkernel.launch(
+        of_one_rank, sizes, given.turns, given.accelerator == "hopper", ranks_per_node=given.ranks,
+        accelerator=given.accelerator, timeout_s=300.0, on_report=done,
+    )  # fmt: skip
+    return 1 if len(rows) < len(sizes) or any(row["missed"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
