@@ -83,7 +83,7 @@ def gemm_combine(
     rows, ends = _weighted(world, of_out, handle, weights, len(h)), _ends(handle[0], len(h))
     product = torch.empty_like(h)
     if len(h):
-        product = _grouped(rows.values, w2.transpose(1, 2), ends)
+        product = torch._grouped_mm(_packed(rows.values), _aligned(w2.transpose(1, 2)), offs=ends)
     of_weights = _home(world, rows._replace(values=product), h, handle, weights)
     weighted = torch.mul(h, rows.weights, out=torch.empty_like(h))
     of_w2 = _of_weights(weighted, rows.values, w2, ends)
@@ -166,13 +166,17 @@ def _of_weights(a: Tensor, b: Tensor, like: Tensor, ends: Tensor) -> Tensor:
     the outer dimension of both operands, so an expert may have any number of them."""
     if not len(a):
         return torch.zeros_like(like)
+    a, b = _packed(a), _packed(b)
     if like.is_contiguous():
-        return _grouped(a.t(), b, ends)
-    return _grouped(b.t(), a, ends).transpose(1, 2)
+        return torch._grouped_mm(a.t(), b, offs=ends)
+    return torch._grouped_mm(b.t(), a, offs=ends).transpose(1, 2)
 
 
-def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Return torch's grouped product, which takes operands that begin at a multiple of 16 bytes."""
-    a, b = (each if each.data_ptr() % 16 == 0 else each.clone() for each in (a, b))
-    found: Tensor = torch._grouped_mm(a, b, offs=ends)
-    return found
+def _packed(rows: Tensor) -> Tensor:
+    """Return rows, aligned; a single one is copied, since its stride may be any."""
+    return _aligned(rows) if len(rows) > 1 else rows.new_empty(rows.shape).copy_(rows)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return ``x``, copied where it does not begin at a multiple of 16 bytes, as a product wants."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -250,6 +250,32 @@ def test_gradients_of_weights_have_more_bits_than_what_travels() -> None:
     assert all(on_ranks(counted, ranks=RANKS, accelerator=ALONE))
 
 
+def of_one_row() -> list[bool]:
+    """Return whether gradients are right of a row whose stride is 1, at an address that is odd."""
+    world = mkernel.world()
+    x, w = drawn("x", 0, 1, HIDDEN), drawn("w", world.rank, EACH, HIDDEN, FEATURES)
+    sent = mkernel.moe_dispatch_gemm(x, torch.tensor([[2 * world.rank]]), w)
+    memory = torch.empty(FEATURES + 1, dtype=x.dtype)
+    dy = memory[1:].copy_(drawn("dy", 0, FEATURES)).view(FEATURES, 1).t()
+    assert dy.is_contiguous()
+    assert dy.stride(0) == 1
+    odd = torch.empty(w.numel() + 1, dtype=w.dtype)[1:].view_as(w).copy_(w)
+    of_x, of_w = ops.moe_dispatch_backward(dy, x, odd, *sent.handle, top_k=1, group=world.name)
+    _, of_w2, _ = ops.moe_gemm_combine_backward(
+        x, dy, odd.transpose(1, 2), *sent.handle, torch.ones(1, 1), group=world.name
+    )
+    outer = torch.outer(x[0], dy[0])
+    return [
+        torch.allclose(of_x, dy @ w[0].t(), rtol=2e-2),
+        torch.equal(of_w, torch.stack([outer, 0 * outer])),
+        torch.equal(of_w2.transpose(1, 2), of_w),
+    ]
+
+
+def test_a_single_row_has_any_stride() -> None:
+    assert on_ranks(of_one_row, ranks=RANKS, accelerator=ALONE) == [[True] * 3] * RANKS
+
+
 # ---- whole layers --------------------------------------------------------------------------------
 
 
