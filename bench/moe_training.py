@@ -96,28 +96,18 @@ class Exchanged(Function):
         return _exchanged(of_rows.contiguous(), received, sent), None, None
 
 
-class Gathered(Function):
-    """An all-gather, and the reduce-scatter of its gradient."""
+class Whole(Function):
+    """An all-gather of shares, or a reduce-scatter into them: each is the other's derivative."""
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor) -> Tensor:
-        return _gathered(share)
+    def forward(ctx: Any, rows: Tensor, gathers: bool) -> Tensor:
+        ctx.gathers = gathers
+        return _gathered(rows) if gathers else _reduced(rows)
 
     @staticmethod
-    def backward(ctx: Any, of_whole: Tensor) -> Tensor:
-        return _reduced(of_whole.contiguous())
-
-
-class Reduced(Function):
-    """A reduce-scatter, and the all-gather of its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor) -> Tensor:
-        return _reduced(whole)
-
-    @staticmethod
-    def backward(ctx: Any, of_share: Tensor) -> Tensor:
-        return _gathered(of_share.contiguous())
+    def backward(ctx: Any, of_rows: Tensor) -> Any:
+        of_rows = of_rows.contiguous()
+        return _reduced(of_rows) if ctx.gathers else _gathered(of_rows), None
 
 
 class Way(NamedTuple):
@@ -218,8 +208,9 @@ class Layer:
         ids = _gathered(self.ids) - self.place.rank * self.own
         found = Sorted(ids, self.own, None)
         these = Way(found.places, found.home, found.count, self.top_k)
-        rows = self._experts(Moved.apply(Gathered.apply(x), these), w, w2, found.counts)
-        return Reduced.apply(Summed.apply(rows, Gathered.apply(weights), these))  # type: ignore[no-any-return]
+        rows = self._experts(Moved.apply(Whole.apply(x, True), these), w, w2, found.counts)
+        sums = Summed.apply(rows, Whole.apply(weights, True), these)
+        return Whole.apply(sums, False)  # type: ignore[no-any-return]
 
     def _experts(self, rows: Tensor, w: Tensor, w2: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0).int()

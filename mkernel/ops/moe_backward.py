@@ -1,4 +1,5 @@
-"""Derivatives of the MoE ops, each one call in which the other one's rows travel.
+"""Derivatives of the MoE ops, each one call in which the other one's rows travel; or, on an accelerator
+without that call, composed of several (:mod:`mkernel.ops.moe_composed`).
 
 With y = outputs of the dispatch and p the place (token, slot) of a row r of expert e:
 
