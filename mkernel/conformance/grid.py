@@ -175,9 +175,9 @@ def whole_mnk(case: Case, world_size: int) -> tuple[int, int, int]:
     return m, n, k if case.op == "all_gather_gemm" else k * world_size
 
 
-def grid(subject: AcceleratorSubject, op: str, world_size: int) -> Iterator[Case]:
+def grid(subject: AcceleratorSubject, op: str, world: tuple[int, int]) -> Iterator[Case]:
     """Yield odd cases: one row, one step, partial tiles, more than one tile; narrow and wide."""
-    step = subject.step()
+    step, world_size = subject.step(), world[0] * world[1]
     if op in GEMMS:
         for rows, n, k in (
             (1, step, step),
@@ -203,7 +203,7 @@ def grid(subject: AcceleratorSubject, op: str, world_size: int) -> Iterator[Case
             sizes = {"tokens": tokens, "features": features, "experts": each * world_size}
             sizes |= {"hidden": hidden, "top_k": min(top_k, each * world_size)}
             yield typical(subject, op, world_size, sizes)
-        if op == "moe_dispatch" and subject.capabilities.reuses_routing:
+        if op == "moe_dispatch" and subject.capabilities.takes_routing(world[0]):
             for kind in ("uniform", "padded"):
                 options = {"handle": True, "routing": kind}
                 yield typical(subject, op, world_size, options=options)

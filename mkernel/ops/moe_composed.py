@@ -36,10 +36,10 @@ def composes(world: World, op: str, counts: Tensor, *operands: Tensor) -> bool:
     claims = world.engine("moe_dispatch_gemm").claims
     return (
         op not in claims.ops
-        and world.identity.nodes == 1  # in which every backend that claims it reuses routings
+        and world.identity.nodes == 1
         and _PARTS.issubset(claims.ops)
         and claims.routing_of_ids
-        and claims.reuses_routing
+        and claims.takes_routing(world.identity.nodes)
         and counts.numel() < _GROUPS
         and torch.__version__ >= _LEAST_TORCH
         and all(each.dtype == torch.bfloat16 and each.shape[-1] % 8 == 0 for each in operands)

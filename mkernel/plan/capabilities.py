@@ -111,8 +111,8 @@ class AcceleratorCapabilities(Model):
     """Says that the routing words of its MoE handles begin with the ids of all ranks' tokens and
     end with the rows of the outputs. Such backends read each other's handles: an op that reads one
     may run on another backend than the dispatch."""
-    reuses_routing: bool = False
-    """Says that a dispatch without a product takes the routing of an earlier dispatch."""
+    reuses_routing: Literal["never", "in_one_node", "always"] = "never"
+    """Says in which worlds a dispatch without a product takes the routing of an earlier dispatch."""
     kinds: tuple[KindName, ...] = ()
     """Kinds of devices that the backend runs on; empty: any."""
     architectures: tuple[str, ...] = ()
@@ -146,6 +146,12 @@ class AcceleratorCapabilities(Model):
             kernels = ", ".join(self.architectures)
             return f"has kernels for {kernels} only, not for {described(device)}"
         return None
+
+    def takes_routing(self, nodes: int) -> bool:
+        """Return whether a dispatch in a world of so many nodes takes the routing of another."""
+        return self.reuses_routing == "always" or (
+            self.reuses_routing == "in_one_node" and nodes == 1
+        )
 
     def takes_pitched(self, op: str) -> tuple[Literal["a", "b"], ...]:
         """Return the operands of a GEMM op that may be pitched."""

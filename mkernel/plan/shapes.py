@@ -264,7 +264,7 @@ def _check_experts(
         _check_aligned("hidden", shape.hidden, dtype, capabilities)
         if out_dtype != dtype:
             raise DtypeError("out_dtype", repr(out_dtype), f"{dtype!r}: rows come as they are sent")
-        if shape.routed and not capabilities.reuses_routing:
+        if shape.routed and capabilities.reuses_routing == "never":
             why = "this accelerator exchanges ids in each dispatch"
             raise ArgumentError("handle", "of an earlier dispatch", f"None: {why}")
         return

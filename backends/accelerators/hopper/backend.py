@@ -186,7 +186,7 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
                 prefetch_ops=PREFETCHES,
                 far_returns=("ranks",),
                 routing_of_ids=True,
-                reuses_routing=True,
+                reuses_routing="in_one_node",
                 head_dims=machine().attention.head_dims,
                 positions=machine().attention.positions,
                 activations=get_args(Activation),

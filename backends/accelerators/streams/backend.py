@@ -251,7 +251,7 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         process_group=True,
         put_ops=PUT_OPS if copies else (),
         routing_of_ids=True,
-        reuses_routing=True,
+        reuses_routing="always",
         carrier=f"torch.distributed ({device.collectives})",
         constants=device.constants,
     )

@@ -206,7 +206,7 @@ def _wrong_rows(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:
     if ids.device.type == "cpu":
         yield "an expert that is not there", ArgumentError, lambda: call(x, ids + 10000)
     routed = partial(call, x, handle=sent.handle)
-    if not claims.reuses_routing:
+    if claims.reuses_routing == "never":
         yield "a handle, not claimed", ArgumentError, lambda: routed(ids)
         return
     more = ids.repeat(1, 2)

@@ -46,7 +46,7 @@ def shapes(subject: AcceleratorSubject) -> None:
         count = 4 if subject.quick else 24
         cases = []
         for op in subject.claimed_in(world):
-            cases += [*grid(subject, op, size), *draws(subject, op, size, count)]
+            cases += [*grid(subject, op, world), *draws(subject, op, size, count)]
         subject.judge(
             each_case, judge_calls, in_turn(cases), 1 if subject.quick else 2, world=world
         )

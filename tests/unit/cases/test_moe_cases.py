@@ -306,12 +306,12 @@ def test_a_row_that_may_be_rounded_either_way_excuses_its_elements_alone() -> No
     assert _differs(drawn, got, truth, limit, None, ties) == ""
     got.view(-1)[at] = -2.75  # as streams had it
     one = f"has 1 of {truth.numel()} elements that are wrong"
-    assert _differs(drawn, got, truth, limit, None, None) == one
+    assert _differs(drawn, got, truth, limit, None, None).startswith(one)
     assert _differs(drawn, got, truth, limit, None, ties) == ""
     near = ((ties.view(-1) == 0) & ((truth.view(-1) - truth.view(-1)[at]).abs() < 0.05)).nonzero()
     got = truth.to(torch.bfloat16)
     got.view(-1)[near[0]] += 0.046875  # as far off, without such a row
-    assert _differs(drawn, got, truth, limit, None, ties) == one
+    assert _differs(drawn, got, truth, limit, None, ties).startswith(one)
 
 
 def test_combined_tokens_are_computed_where_they_are_promised(
