@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 from unittest import mock
 
@@ -142,11 +142,12 @@ class Work(calls.Work):
         """Call the dispatch."""
         given, shape = self.given, self.shape
         scales = {name: given[name] for name in ("x_scale", "w_scale") if shape.scales}
-        return mkernel.moe_dispatch_gemm(
+        self.sent: Any = mkernel.moe_dispatch_gemm(
             given["x"], given["topk_ids"], given["w"], capacity=shape.capacity or None,
             activation=shape.activation, **scales,
             **{**({"out_dtype": getattr(torch, shape.dtype)} if shape.scales else {}), **options},
         )  # fmt: skip
+        return self.sent
 
     def call(self) -> Tensors:
         """Call the three public ops."""
@@ -352,14 +353,16 @@ def tables(shapes: Sequence[Moe], seed: int) -> list[str]:
 
 
 FAULTS = ("expert", "tail", "slots", "stale", "weights", "halves")
+ROWS_FAULTS = ("neighbour", "missing", "stale")
+"""Of a dispatch without a product; ``tables`` is one that uses another's routing."""
 WANTED_FAULTS = ("stale", "unsent")
 """Of tokens that go where they are wanted."""
 
 
-def planted(fault: str, work: Work) -> AbstractContextManager[object]:
-    """Plant a fault in the backend."""
+def planted(fault: str, work: Any) -> AbstractContextManager[object]:
+    """Plant a fault in the backend. ``work``: a :class:`Work`, or ``rows_ranks``' one."""
     native, shape, routed = backend.native(), work.shape, list[torch.Tensor]()
-    old = work.given["x"].clone()
+    old, tables = work.given["x"].clone(), work.sent.handle.routing.clone()
     nobody = torch.full_like(work.given["topk_ids"], -1, dtype=torch.int32)
 
     def moe_route(*given: Any) -> None:
@@ -371,6 +374,10 @@ def planted(fault: str, work: Work) -> AbstractContextManager[object]:
             words[tiles] = (words[tiles] + 1) % shape.experts
         if fault == "tail":  # the last row of the first tile is dropped
             words[tiles + 2] -= 1
+        if fault == "neighbour":  # a row lies where the next one belongs
+            words[2 * places : 2 * places + 2] = words[2 * places : 2 * places + 2].flip(0)
+        if fault == "missing":  # the last row is not there
+            words[-4] -= 1
         if fault == "slots":  # rows of a token's slots change places
             rows = words[2 * places : 2 * places + int(words[-4])]
             slot = rows % shape.top_k
@@ -398,18 +405,22 @@ def planted(fault: str, work: Work) -> AbstractContextManager[object]:
             work.given["topk_weights"].copy_(work.given["topk_weights"].roll(1, 0))
         native.moe_home(device, world, home, *rest)
 
-    start = backend.DispatchExecutor.start
+    def dispatched_rows(**given: Any) -> Any:
+        if fault == "tables":  # of the call before
+            given["routing"] = tables.data_ptr()
+        return native.DispatchedRows(**given)
 
-    def noted(self: Any, call: Any, stream: int) -> Any:
+    def noted(self: Any, start: Any, call: Any, stream: int) -> Any:
         routed.append(call.tensors["routing"])
         return start(self, call, stream)
 
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(backend.DispatchExecutor, "start", noted))
+    for each in (backend.DispatchExecutor, backend.RowsExecutor):
+        stack.enter_context(mock.patch.object(each, "start", partialmethod(noted, each.start)))
     stack.enter_context(
         calls.native_with(
             backend, moe_route=moe_route, push_rows=push_rows, WantedTokens=wanted_tokens,
-            moe_home=moe_home,
+            moe_home=moe_home, DispatchedRows=dispatched_rows,
         )
     )  # fmt: skip
     return stack

@@ -60,6 +60,7 @@ class Work(calls.Work):
         if shape.again:
             nothing = torch.full_like(given["topk_ids"], -1)
             sent = mkernel.moe_dispatch(given["x"], nothing, handle=sent.handle, **options)
+        self.sent = sent
         self.found = {"rows": sent.rows, "counts": sent.counts}
         if sent.scales is not None:
             self.found["scales"] = sent.scales

@@ -7,15 +7,21 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import calls
 import fp8_ranks
 import hopper_ranks
 import kept_ranks
+import mailed_ranks
 import norm_ranks
 import pytest
 from device_buffers import needs_gpus, several, worlds
 from families import FEW, IN_TWO_WAVES, NORMED, SCALED, SUMS, TILED
 from hopper_ranks import Shape, tilings
+from in_world import TOLD_S
 from kept_ranks import right
+from mailed_ranks import FAULTS
+
+import mkernel
 
 pytestmark = [needs_gpus(1), pytest.mark.usefixtures("leaves_nothing")]
 
@@ -77,3 +83,15 @@ def test_known_calls(world: int) -> None:
 @several
 def test_zeros_arrive(world: int) -> None:
     right(world, hopper_ranks.of_zeros, [*SUMS, *TILED[:3]])
+
+
+@several
+@pytest.mark.parametrize("shape", [TILED[0], TILED[3], SUMS[4]], ids=str)
+def test_faults_of_what_travels_by_mail_are_seen(world: int, shape: Shape) -> None:
+    """Each one by every rank that it reaches."""
+    by_python = replace(shape, path="fused")
+    found = mkernel.launch(
+        calls.faulty, [by_python], FAULTS, mailed_ranks.planted,
+        ranks_per_node=world, accelerator="hopper", timeout_s=TOLD_S,
+    )  # fmt: skip
+    assert found == [[*FAULTS], *[[*FAULTS[1:]]] * (world - 1)]

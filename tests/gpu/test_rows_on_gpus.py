@@ -1,16 +1,23 @@
-"""MoE dispatch without a product on `hopper`: eager, in graphs, by handles, in e4m3."""
+"""MoE dispatch without a product on `hopper`: eager, in graphs, by handles, in e4m3; its faults."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import calls
+import expert_scales_ranks
+import moe_ranks
 import pytest
-from device_buffers import needs_gpus, several, worlds
+from calls import Decisions
+from device_buffers import needs_gpus, pair, several, worlds
+from in_world import TOLD_S
 from kept_ranks import right
-from moe_ranks import WANTED
+from moe_ranks import ROWS_FAULTS, WANTED
 from rows_ranks import Rows
 
+import mkernel
 from mkernel.backends.accelerators.hopper.capabilities import MOE, ops
 from mkernel.cases.moe import ROUTINGS
 
@@ -50,3 +57,31 @@ def test_rows_that_are_pushed_where_they_are_wanted(world: int) -> None:
 @worlds
 def test_rows_in_graphs(world: int) -> None:
     right(world, calls.replayed, bounded([*ROUTED, *SCALED, *AGAIN], world), 12)
+
+
+SMALL = Rows(40, 1032, routing="uniform")
+
+
+@pair
+@pytest.mark.parametrize(
+    ("shape", "decisions", "faults", "planted"),
+    [
+        (SMALL, {}, ROWS_FAULTS, moe_ranks.planted),
+        (SMALL, WANTED, (*ROWS_FAULTS[:2], *moe_ranks.WANTED_FAULTS), moe_ranks.planted),
+        (replace(SMALL, again=True), {}, (*ROWS_FAULTS, "tables"), moe_ranks.planted),
+        (
+            Rows(70, 384, scales=True), {}, expert_scales_ranks.FAULTS[:2],
+            expert_scales_ranks.planted,
+        ),
+    ],
+    ids=["as planned", "wanted", "again", "e4m3"],
+)  # fmt: skip
+def test_faults_are_seen(
+    world: int, shape: Rows, decisions: Decisions, faults: Sequence[str], planted: Any
+) -> None:
+    """On every rank."""
+    found = mkernel.launch(
+        calls.decided, decisions, calls.faulty, [shape], faults, planted,
+        ranks_per_node=world, accelerator="hopper", timeout_s=TOLD_S,
+    )  # fmt: skip
+    assert [set(each) for each in found] == [set(faults)] * world
