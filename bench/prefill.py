@@ -1,0 +1,351 @@
+"""Where the time of an expert layer's prefill goes: the ops, their parts alone, and the floor.
+
+    python bench/prefill.py [--sizes deepseek:4096,qwen:8192] [--dtype bfloat16] [--json FILE]
+    python bench/prefill.py --accelerator streams --sizes tiny:64        on a CPU
+
+A size is WIDTH:TOKENS, of each rank. All of it takes turns in one run, in CUDA graphs; a turn's time is
+the slowest rank's:
+  layer, up, down  moe_dispatch_gemm with silu_and_mul, then moe_gemm_combine; each alone
+  dispatch         moe_dispatch: ids, their routing, tokens, and a row for each expert of a token
+  routed           the same by a handle: no ids travel and nothing is sorted
+  up alone         the op in a world of one rank, on rows that lie in order: sort, copies, product
+  down alone       the op in such a world: product, copies
+  up, down torch   torch's grouped product of the same rows; of e4m3 ones a product an expert
+  activation       silu(gate) * up of all rows by a compiled kernel, with e4m3 quantised
+  quantise         tokens by a compiled kernel, of e4m3 experts
+  combine          moe_combine of products that are there
+  dense, copy      a large product and a large copy: the card's rates
+A floor is the larger of products at the dense product's rate and of the weights of experts that have
+rows at the copy's, bytes read and written. `routing` is dispatch - routed; `waiting` what an op takes
+above the longer of its exchange (dispatch or combine) and its product alone; `tails` how many more rows
+tiles have than there are. Results are compared with torch's products. Exit code 1 where one is wrong;
+times count on GPUs only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import graphs
+import results_file
+import torch
+import whole_models
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch_group import default_group
+from whole_models import PEERS_ENVIRONMENT, Contender, Place
+
+import mkernel
+from mkernel.backends.accelerators.hopper.moe.tuning import TILE_ROWS
+from mkernel.backends.contracts.scaled import (
+    STEP,
+    block_product,
+    dequantised,
+    padded_blocks,
+    quantised_blocks,
+)
+from mkernel.cases.moe import gated
+from mkernel.launch import report
+from mkernel.plan.model import BLOCK
+
+SIZES = "deepseek:4096,deepseek:8192,deepseek:16384,qwen:4096,qwen:8192,qwen:16384"
+WIDTHS = {"deepseek": (7168, 2048, 256, 8), "qwen": (4096, 1536, 128, 8), "tiny": (256, 128, 8, 2)}
+"""Hidden and inner features, experts of all ranks, and how many a token has."""
+E4M3 = torch.float8_e4m3fn
+LIMIT = {torch.bfloat16: 2e-2, torch.float32: 1e-5, E4M3: 8e-2}
+"""The limits of relative errors, by the dtype of weights."""
+SEED = 20261201
+
+
+class Shape(NamedTuple):
+    """What one row of results is of: tokens of a rank, and the dtype of weights."""
+
+    width: str
+    tokens: int
+    dtype: torch.dtype
+
+
+class Weight(NamedTuple):
+    """A rank's experts [E/W, K, N], each column-major; e4m3 ones with scales by blocks, as users lay
+    them out and as cuBLAS takes them."""
+
+    data: Tensor
+    scale: Tensor | None = None
+    blocks: Any = None
+
+
+def drawn(experts: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> Weight:
+    """Draw random experts."""
+    held = torch.empty((experts, n, k), dtype=dtype, device=device)
+    for each in held:
+        each.copy_(torch.randn(n, k, device=device) * (1 if dtype == E4M3 else k**-0.5))
+    if dtype != E4M3:
+        return Weight(held.transpose(1, 2))
+    scale = torch.full((experts, k // BLOCK, n // BLOCK), k**-0.5, device=device)
+    blocks = torch.stack([padded_blocks(each).t() for each in scale]).transpose(1, 2)
+    return Weight(held.transpose(1, 2), scale, blocks)
+
+
+class Layer:
+    """A rank's part of a layer, its tokens, and results of its ops. ``one``: this rank's own world."""
+
+    def __init__(self, shape: Shape, place: Place, one: DeviceMesh) -> None:
+        self.place, self.one, device = place, one, place.device
+        hidden, inner, experts, top_k = WIDTHS[shape.width]
+        torch.manual_seed(SEED + place.rank)
+        self.scaled, own = shape.dtype == E4M3, experts // place.ranks
+        self.x = torch.randn(shape.tokens, hidden, device=device)
+        self.x = self.x.to(torch.bfloat16 if self.scaled else shape.dtype)
+        chances = torch.rand(shape.tokens, experts, device=device)
+        self.ids = chances.topk(top_k).indices.to(torch.int32)
+        self.shares = torch.rand(shape.tokens, top_k, device=device) / top_k
+        self.w = drawn(own, hidden, 2 * inner, shape.dtype, device)
+        self.w2 = drawn(own, inner, hidden, shape.dtype, device)
+        self.options: dict[str, Any] = {"num_experts": experts, "group": place.mesh}
+        self.options |= {"quantise": "block"} if self.scaled else {}
+        counts = mkernel.moe_dispatch(self.x, self.ids, **self.options).counts
+        self.counts: list[int] = counts.tolist()
+        self.offs = counts.cumsum(0, dtype=torch.int32)
+        most = max(place.of_all(sum(self.counts)))
+        self.capacity = (most // STEP + 2) * STEP  # the last expert's rows in fours, too
+        self.sent, self.whole = self.dispatch(), self.up()
+        self.own_ids = torch.full((self.capacity, 1), -1, dtype=torch.int32, device=device)
+        numbers = torch.arange(own, dtype=torch.int32, device=device).repeat_interleave(counts)
+        self.own_ids[: len(numbers), 0] = numbers
+        self.ones = torch.ones(self.own_ids.shape, device=device)
+        self.alone = self.up(alone=True)
+
+    def dispatch(self, handle: Any = None) -> Any:
+        """Return the rows of this rank's experts."""
+        return mkernel.moe_dispatch(
+            self.x, self.ids, capacity=self.capacity, handle=handle, **self.options
+        )
+
+    def up(self, alone: bool = False) -> Any:
+        """Call the first op, or, on one rank, on rows in order."""
+        tokens = (self.sent.rows, self.own_ids) if alone else (self.x, self.ids)
+        more: Any = {"group": self.one if alone else self.place.mesh}
+        if self.scaled:
+            more |= {"w_scale": self.w.scale, "quantise": "block"}
+            more |= {"x_scale": self.sent.scales} if alone else {}
+        return mkernel.moe_dispatch_gemm(
+            *tokens, self.w.data, capacity=self.capacity, activation="silu_and_mul", **more
+        )
+
+    def down(self, up: Any) -> Tensor:
+        """Call the second op on the first one's results."""
+        more = {"h_scale": up.scales, "w2_scale": self.w2.scale} if self.scaled else {}
+        alone = up is self.alone
+        return mkernel.moe_gemm_combine(
+            up.outputs, self.w2.data, up.handle, self.ones if alone else self.shares,
+            group=self.one if alone else self.place.mesh, **more,
+        )  # fmt: skip
+
+    def combine(self, y: Tensor) -> Tensor:
+        """Bring products home."""
+        return mkernel.moe_combine(y, self.whole.handle, self.shares, group=self.place.mesh)
+
+    def product(self, second: bool = False) -> Tensor:
+        """Multiply the rows of all experts by torch."""
+        rows, w = (self.whole.outputs, self.w2) if second else (self.sent.rows, self.w)
+        if rows.dtype == torch.bfloat16 and rows.is_cuda:
+            return torch._grouped_mm(rows, w.data, offs=self.offs)
+        scale: Any = getattr(self.whole if second else self.sent, "scales", None)
+        out = torch.empty((len(rows), w.data.shape[2]), dtype=self.x.dtype, device=rows.device)
+        first = 0
+        for number, count in enumerate(self.counts):
+            fours = -count % STEP if rows.is_cuda else 0  # of the next expert: written again
+            at = slice(first, first + count + fours)
+            if count and rows.is_cuda:
+                block_product(rows[at], w.data[number], scale[at], w.blocks[number], out[at])
+            else:
+                out[at] = _wide(rows, scale, at) @ _wide(w.data, w.scale, number)
+            first += count
+        return out
+
+    def wrong(self, limit: float) -> list[str]:
+        """Say which results are not those of torch's products, on any rank. Collective."""
+        rows = slice(sum(self.counts))
+        up, scale = self.whole.outputs, getattr(self.whole, "scales", None)
+        pairs = {
+            "up": (_wide(up, scale, rows), gated(self.product()[rows].float())),
+            "down": (self.down(self.whole), self.combine(self.product(second=True)).float()),
+        }
+        off = {name: float((a - b).norm() / b.norm()) for name, (a, b) in pairs.items()}
+        found = {name: max(self.place.of_all(each)) for name, each in off.items()}
+        return [f"{name} is off by {each:.2g}" for name, each in found.items() if not each <= limit]
+
+    def tiles(self) -> int:
+        """Count the tiles of the first op: on `hopper` in its tables (kernels/moe/tables.cuh),
+        elsewhere as they would be cut from the counts."""
+        if not self.x.is_cuda:
+            return sum(-(-count // TILE_ROWS) for count in self.counts)
+        places = self.place.ranks * self.ids.numel()
+        words = self.whole.handle.routing[(3 * places + 3) // 4 * 4 :: 4]
+        return int((words == -1).nonzero()[0])
+
+
+def _wide(rows: Tensor, scale: Tensor | None, at: Any) -> Tensor:
+    return rows[at].float() if scale is None else dequantised(rows[at], scale[at])
+
+
+def calls_of(layer: Layer, side: int) -> dict[str, Callable[[], object]]:
+    """Return what is timed, by name."""
+    cuda, device, scaled = layer.x.is_cuda, layer.x.device, layer.scaled
+    compiler: Callable[[Any], Any] = torch.compile if cuda else lambda function: function
+    both, y = layer.product(), layer.product(second=True)
+    quantise = compiler(quantised_blocks)
+    activate = compiler(lambda rows: quantised_blocks(gated(rows)) if scaled else gated(rows))
+    kind = E4M3 if scaled and cuda else layer.x.dtype
+    a, b = (torch.randn(side, side, device=device).to(kind) for _ in range(2))
+    source, target = torch.empty((2, side * side * 8), dtype=torch.uint8, device=device)
+    one = torch.ones((), device=device)
+
+    def dense() -> Tensor:
+        if kind != E4M3:
+            return a @ b.t()
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return {
+        "layer": lambda: layer.down(layer.up()),
+        "up": layer.up,
+        "dispatch": layer.dispatch,
+        "routed": lambda: layer.dispatch(layer.sent.handle),
+        "up alone": lambda: layer.up(alone=True),
+        "up torch": layer.product,
+        "activation": lambda: activate(both),
+        **({"quantise": lambda: quantise(layer.x)} if scaled else {}),
+        "down": lambda: layer.down(layer.whole),
+        "combine": lambda: layer.combine(y),
+        "down alone": lambda: layer.down(layer.alone),
+        "down torch": lambda: layer.product(second=True),
+        "dense": dense,
+        "copy": lambda: target.copy_(source),
+    }
+
+
+@torch.no_grad()
+def of_one_row(shape: Shape, turns: int, place: Place, one: DeviceMesh) -> dict[str, Any]:
+    """Check and time one shape. Collective."""
+    cuda = place.device.type == "cuda"
+    layer, entries, contenders = Layer(shape, place, one), dict[str, dict[str, Any]](), {}
+    side = 8192 if cuda else 256
+    for name, call in calls_of(layer, side).items():
+        try:
+            graph = graphs.captured([call]) if cuda else None
+        except Exception as failure:
+            lines = str(failure).splitlines() or [""]
+            entries[name] = {"failed": f"{type(failure).__name__}: {lines[0]}"}
+            continue
+        contenders[name] = Contender(name, "graph", graph.replay if graph else call)
+    for name, figures in whole_models.take_turns(contenders, turns, place).items():
+        figures["turns"] = len(figures.pop("us"))
+        entries[name] = figures
+    held = sum(layer.counts), sum(map(bool, layer.counts)), layer.tiles()
+    row = {"width": shape.width, "tokens": shape.tokens, "ranks": place.ranks, "cuda": cuda,
+           "dtype": str(shape.dtype).removeprefix("torch."), "contenders": entries,
+           "rows_experts_tiles": place.of_all(held),
+           "wrong": layer.wrong(LIMIT[shape.dtype])}  # fmt: skip
+    return row | {"parts": parts(row, side)}
+
+
+def parts(row: dict[str, Any], side: int) -> dict[str, float]:
+    """Return what follows from the times of a row, in microseconds; ``tails`` and what is of a floor
+    are ratios, the rates TFLOP/s and GB/s."""
+    us = {
+        name: each["median_us"] for name, each in row["contenders"].items() if "median_us" in each
+    }
+    hidden, inner, _, _ = WIDTHS[row["width"]]
+    rows, experts, _ = (max(each) for each in zip(*row["rows_experts_tiles"], strict=True))
+    tails = (tiles * TILE_ROWS / own for own, _, tiles in row["rows_experts_tiles"] if own)
+    found = {"tails": max(tails) - 1}
+    for name, left, *right in (
+        ("routing", "dispatch", "routed"), ("waiting of up", "up", "dispatch", "up alone"),
+        ("waiting of down", "down", "combine", "down alone"),
+    ):  # fmt: skip
+        if {left, *right} <= us.keys():
+            found[name] = us[left] - max(us[each] for each in right)
+    if not {"dense", "copy"} <= us.keys():
+        return found
+    found["tflops"], found["gbs"] = 2e-6 * side**3 / us["dense"], 16e-3 * side**2 / us["copy"]
+    element = getattr(torch, row["dtype"]).itemsize
+    for name, factor in (("up", 2), ("down", 1), ("layer", 3)):
+        weight = factor * hidden * inner
+        products_us = 2e-6 * rows * weight / found["tflops"]
+        floor = max(products_us, 1e-3 * experts * weight * element / found["gbs"])
+        found[f"floor of {name}"] = floor
+        if name in us:
+            found[f"{name} of its floor"] = us[name] / floor
+    return found
+
+
+def shown(row: dict[str, Any]) -> str:
+    """Return a row as lines of text."""
+    lines = [f"{row['width']}, {row['tokens']} tokens a rank, {row['ranks']} ranks, {row['dtype']}"]
+    for name, entry in row["contenders"].items():
+        found = entry.get("failed") or f"{entry['median_us']:10.1f} us"
+        lines.append(f"  {name:18} {found}")
+    lines += [f"  {name:18} {each:12.3f}" for name, each in row["parts"].items()]
+    return "\n".join([*lines, f"  -> {'; '.join(row['wrong']) or 'right'}"])
+
+
+def of_one_rank(shapes: Sequence[Shape], turns: int, cuda: bool) -> None:
+    """Measure all shapes; rank 0 reports each row as it is done."""
+    with default_group(cuda):
+        place = Place(cuda)
+        both = init_device_mesh(place.device.type, (place.ranks, 1), mesh_dim_names=("all", "one"))
+        mkernel.init(both["one"])
+        for shape in shapes:
+            row = of_one_row(shape, turns, place, both["one"])
+            if place.rank == 0:
+                report(row)
+            gc.collect()
+            if cuda:
+                torch.cuda.empty_cache()
+
+
+def main() -> int:
+    """Print each row as it is done; 1 where a result is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--accelerator", default="hopper")
+    parser.add_argument("--sizes", default=SIZES)
+    parser.add_argument("--dtype", help="of weights [bfloat16,float8_e4m3fn; on a CPU float32]")
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="the result, written after every row")
+    given = parser.parse_args()
+    cuda = given.accelerator == "hopper"
+    dtypes = given.dtype or ("bfloat16,float8_e4m3fn" if cuda else "float32")
+    named = [each.partition(":") for each in given.sizes.split(",")]
+    if unknown := {width for width, *_ in named} - WIDTHS.keys():
+        parser.error(f"--sizes: {', '.join(unknown)}: widths are {', '.join(WIDTHS)}")
+    shapes = [
+        Shape(width, int(tokens), getattr(torch, dtype))
+        for dtype in dtypes.split(",")
+        for width, _, tokens in named
+    ]
+    os.environ.update(PEERS_ENVIRONMENT)
+    rows: list[dict[str, Any]] = []
+    figures = {"accelerator": given.accelerator, "ranks": given.ranks, "rows": rows}
+
+    def done(rank: int, row: Any) -> None:
+        rows.append(row)
+        print(shown(row), flush=True)
+        if given.json is not None:
+            results_file.save(given.json, "prefill", figures)
+
+    mkernel.launch(
+        of_one_rank, shapes, given.turns, cuda, ranks_per_node=given.ranks,
+        accelerator=given.accelerator, timeout_s=300.0, on_report=done,
+    )  # fmt: skip
+    return 1 if len(rows) < len(shapes) or any(row["wrong"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
