@@ -7,8 +7,8 @@ A size is WIDTH:TOKENS, of each rank. All of it takes turns in one run, in CUDA 
 the slowest rank's:
   layer, up, down  moe_dispatch_gemm with silu_and_mul, then moe_gemm_combine; each alone
   dispatch         moe_dispatch: ids, their routing, tokens, and a row for each expert of a token
-  routed           the same by a handle: no ids travel and nothing is sorted
-  up alone         the op in a world of one rank, on rows that lie in order: sort, copies, product
+  routed           the same by a handle: no ids travel and nothing is sorted; `up routed` up so
+  up alone         up so in a world of one rank, on rows that lie in order: copies, product
   down alone       the op in such a world: product, copies
   up, down torch   torch's grouped product of the same rows; of e4m3 ones a product an expert
   activation       silu(gate) * up of all rows by a compiled kernel, with e4m3 quantised
@@ -120,6 +120,7 @@ class Layer:
         self.own_ids[: len(numbers), 0] = numbers
         self.ones = torch.ones(self.own_ids.shape, device=device)
         self.alone = self.up(alone=True)
+        self.alone = self.up(self.alone.handle, alone=True)
 
     def dispatch(self, handle: Any = None) -> Any:
         """Return the rows of this rank's experts."""
@@ -127,10 +128,10 @@ class Layer:
             self.x, self.ids, capacity=self.capacity, handle=handle, **self.options
         )
 
-    def up(self, alone: bool = False) -> Any:
+    def up(self, handle: Any = None, *, alone: bool = False) -> Any:
         """Call the first op, or, on one rank, on rows in order."""
         tokens = (self.sent.rows, self.own_ids) if alone else (self.x, self.ids)
-        more: Any = {"group": self.one if alone else self.place.mesh}
+        more: Any = {"group": self.one if alone else self.place.mesh, "handle": handle}
         if self.scaled:
             more |= {"w_scale": self.w.scale, "quantise": "block"}
             more |= {"x_scale": self.sent.scales} if alone else {}
@@ -217,7 +218,8 @@ def calls_of(layer: Layer, side: int) -> dict[str, Callable[[], object]]:
         "up": layer.up,
         "dispatch": layer.dispatch,
         "routed": lambda: layer.dispatch(layer.sent.handle),
-        "up alone": lambda: layer.up(alone=True),
+        "up routed": lambda: layer.up(layer.whole.handle),
+        "up alone": lambda: layer.up(layer.alone.handle, alone=True),
         "up torch": layer.product,
         "activation": lambda: activate(both),
         **({"quantise": lambda: quantise(layer.x)} if scaled else {}),

@@ -13,7 +13,7 @@ Option ``routing`` says which experts tokens go to:
   ``empty_ranks`` every second rank has no token, and the experts of the upper half of ranks get none
 Option ``activation`` of a dispatch: as the op takes it; ``features`` is then the width of its outputs.
 Option ``scales``, ``block``: those of e4m3 operands; neighbours' and those of the next call are others.
-Option ``handle`` of the dispatch alone: it uses the routing of one that was called before it.
+Option ``handle`` of both dispatches: they use the routing of one that was called before them.
 Option ``id_dtype``: of ``topk_ids``, ``int64`` (default) or ``int32``. Option ``tensors``: the user's
 whole ``x`` [T·W, H], ``topk_ids`` [T·W, k], ``w`` [E, H, I] and ``topk_weights`` [T·W, k]; tokens are
 cut by rows, experts by their number.
@@ -249,15 +249,18 @@ class MoeDispatchCase(MoeCase):
         return {"outputs": ((rows, width), dtype), "out": ((tokens, width), dtype)}
 
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
-        """Call the dispatch and the combine."""
+        """Call the dispatch and the combine; with the option the dispatch comes after one of other
+        tokens for its handle, and without ids."""
         dtype = getattr(torch, self.out_dtype)
-        sent = dispatched(
-            tensors,
-            activation=self.options.get("activation"),
-            out_dtype=dtype,
-            chunk=self.chunk,
-            **execution,
+        call = partial(
+            dispatched, activation=self.options.get("activation"), out_dtype=dtype, chunk=self.chunk
         )
+        again, handle = tensors, {}
+        if self.options.get("handle"):
+            first = call({**tensors, "x": tensors["x"].flip(0)}, wait=execution["wait"])
+            handle = first.outputs["handle"]._asdict()
+            again = {**tensors, "topk_ids": torch.full_like(tensors["topk_ids"], -1)}
+        sent = call(again, **handle, **execution)
         grouped, handle = sent.outputs["outputs"], sent.outputs["handle"]
         weights = tensors["topk_weights"]
         home = moe.combine(grouped, handle, weights, out_dtype=dtype, **execution)

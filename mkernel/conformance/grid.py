@@ -24,7 +24,8 @@ from mkernel.plan.ops import COMPANIONS
 from mkernel.plan.shapes import size_names
 
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-MOE = ("moe_dispatch", "moe_dispatch_gemm", *COMPANIONS)
+DISPATCHES = ("moe_dispatch", "moe_dispatch_gemm")
+MOE = (*DISPATCHES, *COMPANIONS)
 
 _CLASSES = (
     ("all_gather_gemm",),
@@ -203,7 +204,7 @@ def grid(subject: AcceleratorSubject, op: str, world: tuple[int, int]) -> Iterat
             sizes = {"tokens": tokens, "features": features, "experts": each * world_size}
             sizes |= {"hidden": hidden, "top_k": min(top_k, each * world_size)}
             yield typical(subject, op, world_size, sizes)
-        if op == "moe_dispatch" and subject.capabilities.takes_routing(world[0]):
+        if op in DISPATCHES and subject.capabilities.takes_routing(world[0]):
             for kind in ("uniform", "padded"):
                 options = {"handle": True, "routing": kind}
                 yield typical(subject, op, world_size, options=options)

@@ -125,9 +125,11 @@ def dispatch(
     x: Tensor,
     topk_ids: Tensor,
     w: Tensor,
-    *,
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
+    counts: Tensor | None = None,
+    routing: Tensor | None = None,
+    *,
     capacity: int | None = None,
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
@@ -137,10 +139,12 @@ def dispatch(
     **execution: Unpack[Execution],
 ) -> Done:
     """Run :func:`moe_dispatch_gemm` with its plan and record. Outputs: ``outputs``, ``counts``,
-    ``handle``; ``scales``, where ``out_dtype`` is e4m3."""
+    ``handle``; ``scales``, where ``out_dtype`` is e4m3. ``counts``, ``routing``: of the handle whose
+    routing is used."""
     world, steps = current(group), steps or Steps()
-    names = ("x", "topk_ids", "w", "x_scale", "w_scale")
-    x, topk_ids, w, x_scale, w_scale = plain(OP, names, (x, topk_ids, w, x_scale, w_scale))
+    names = ("x", "topk_ids", "w", "x_scale", "w_scale", "handle.counts", "handle.routing")
+    given = plain(OP, names, (x, topk_ids, w, x_scale, w_scale, counts, routing))
+    x, topk_ids, w, x_scale, w_scale, counts, routing = given
     capabilities = world.engine("moe_dispatch_gemm").claims
     device = world.accelerator.device
     _expect_shapes(x, topk_ids, w, activation)
@@ -156,7 +160,13 @@ def dispatch(
     if capacity is not None:
         check_integer(ArgumentError, "capacity", capacity, MAX_DIMENSION)
     experts = w.shape[0] * world.size
-    if topk_ids.device.type == "cpu":  # elsewhere looking would stall the stream
+    if routing is not None:
+        assert counts is not None
+        routed = check_reused(steps, world, topk_ids, counts, routing, capacity)
+        if routed != experts:
+            legal = f"[{len(counts)}, H, I]: of as many experts as the handle's dispatch had"
+            raise ShapeError("w", validate.describe(w), legal)
+    elif topk_ids.device.type == "cpu":  # elsewhere looking would stall the stream
         steps.do(expect_experts, topk_ids, experts)
     plan = plan_for(
         world,
@@ -169,6 +179,7 @@ def dispatch(
             "top_k": topk_ids.shape[1],
             **({} if capacity is None else {"capacity": capacity}),
             **({} if activation is None else {"activation": activation}),
+            **({} if routing is None else {"routed": True}),
         },
         dtype,
         out_name,
@@ -176,13 +187,15 @@ def dispatch(
         around=around,
         chunk=chunk,
     )
-    routing = new_routing(steps, world, topk_ids, experts)
-    tensors = {"x": x, "topk_ids": topk_ids, "w": w, "routing": routing}
+    own = new_routing(steps, world, topk_ids, experts) if routing is None else routing
+    tensors = {"x": x, "topk_ids": topk_ids, "w": w, "routing": own}
     tensors |= packed(steps, _OPERANDS, x_scale, w_scale)
     record = steps.launch(world, plan, tensors, **execution)
-    steps.do(remember, routing, mark(world))
-    counts = record.results["counts"]
-    handle = MoeHandle(counts, routing)
+    if routing is None:
+        steps.do(remember, own, mark(world))
+        counts = record.results["counts"]
+    assert counts is not None
+    handle = MoeHandle(counts, own)
     found = {"outputs": record.results["outputs"], "counts": counts, "handle": handle}
     if "scales" in record.results:
         found["scales"] = record.results["scales"]
@@ -198,6 +211,7 @@ class _Options(TypedDict, total=False):
     chunk: int | None
     x_scale: Tensor | None
     w_scale: Tensor | None
+    handle: MoeHandle | None
     group: Group
 
 
@@ -226,6 +240,7 @@ def moe_dispatch_gemm(
     x_scale: Tensor | None = None,
     w_scale: Tensor | None = None,
     quantise: Literal["block"] | None = None,
+    handle: MoeHandle | None = None,
     group: Group = None,
 ) -> MoeDispatch | MoeQuantisedDispatch:
     """Send each token to its experts and multiply: outputs = rows of expert e @ w[e].
@@ -237,12 +252,14 @@ def moe_dispatch_gemm(
     Args:
         x: [T, H], this rank's tokens; row-major contiguous. T is the same on every rank.
         topk_ids: [T, k] int32 or int64, the experts of each token, 0 to E - 1; k from 1 to E. -1: none,
-            for tokens that only pad x and slots that are dropped.
+            for tokens that only pad x and slots that are dropped. With a handle only their shape is
+            read.
         w: [E/W, H, I], weights of this rank's experts; contiguous, or the transpose of a contiguous
             [E/W, I, H]. With an activation [E/W, H, 2I], the gate's columns first.
         capacity: rows that each rank has for those of all its experts, so that shapes do not depend on
             the routing. None: as many as there are, of which a compiled function needs
-            ``torch._dynamo.config.capture_dynamic_output_shape_ops``.
+            ``torch._dynamo.config.capture_dynamic_output_shape_ops``. With a handle: that of its
+            dispatch.
         activation: ``"silu_and_mul"``: outputs [R, I] are silu(gate) * up of [gate, up] = the product,
             computed from its float32 sums and rounded once. Gradients make the product again, which
             rounds gate and up to ``out_dtype``. None: outputs are the product.
@@ -256,6 +273,8 @@ def moe_dispatch_gemm(
             There are no gradients.
         quantise: ``"block"``, beside scales: outputs are e4m3, quantised from float32 by rows and
             blocks of 128, in one step with the activation; I is a multiple of 128.
+        handle: of an earlier dispatch of the same routing, with or without a product: its routing is
+            used again, and no ids travel.
         group: names the world; None: the default one.
 
     Returns:
@@ -264,7 +283,8 @@ def moe_dispatch_gemm(
 
     Raises:
         ShapeError, DtypeError, LayoutError, ArgumentError: a wrong argument, or one that is no plain
-            tensor (a DTensor, one with a tangent, ...); nothing was started.
+            tensor (a DTensor, one with a tangent, ...), or a handle on an accelerator that uses no
+            routing again; nothing was started.
         CapacityExceeded: a rank got more rows than ``capacity``; every rank raises it that can know,
             and the world goes on.
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
@@ -287,17 +307,21 @@ def moe_dispatch_gemm(
         "chunk": chunk,
     }
     dispatches, named = called(group)
+    if handle is not None:
+        expect_handle(handle)
+    again = handle or (None, None)
     if x_scale is not None or w_scale is not None:
         refuse_gradients(OP, x=x, w=w, x_scale=x_scale, w_scale=w_scale)
-        outputs, counts, routing, scales = dispatches.moe_dispatch_gemm_scaled(
-            x, topk_ids, w, x_scale, w_scale, **options, group=named
+        outputs, *made, scales = dispatches.moe_dispatch_gemm_scaled(
+            x, topk_ids, w, x_scale, w_scale, *again, **options, group=named
         )
-        handle = MoeHandle(counts, routing)
+        handle = handle or MoeHandle(*made)
         if quantise is not None:
-            return MoeQuantisedDispatch(outputs, scales, counts, handle)
-        return MoeDispatch(outputs, counts, handle)
-    outputs, counts, routing = dispatches.moe_dispatch_gemm(x, topk_ids, w, **options, group=named)
-    return MoeDispatch(outputs, counts, MoeHandle(counts, routing))
+            return MoeQuantisedDispatch(outputs, scales, handle.counts, handle)
+        return MoeDispatch(outputs, handle.counts, handle)
+    outputs, *made = dispatches.moe_dispatch_gemm(x, topk_ids, w, *again, **options, group=named)
+    handle = handle or MoeHandle(*made)
+    return MoeDispatch(outputs, handle.counts, handle)
 
 
 @untraced
@@ -382,6 +406,28 @@ def check_handle(
         )
     steps.do(_expect_own, routing, mark(world), world.name)
     return experts
+
+
+def check_reused(
+    steps: Steps,
+    world: World,
+    topk_ids: Tensor,
+    counts: Tensor,
+    routing: Tensor,
+    capacity: int | None,
+) -> int:
+    """Check that a dispatch may use this handle's routing again, as :func:`check_handle` does, and that
+    its capacity is that of the handle's dispatch; return the number of experts of all ranks."""
+    experts = check_handle(steps, world, "topk_ids", topk_ids, counts, routing)
+    if capacity is not None:
+        steps.do(_expect_capacity, capacity, routing, world.name)
+    return experts
+
+
+def _expect_capacity(capacity: int, routing: Tensor, world: str) -> None:
+    known = dispatched_rows(routing, world)
+    if known not in (None, capacity):
+        raise ArgumentError("capacity", capacity, f"{known} or None, as the handle's dispatch gave")
 
 
 def _expect_own(routing: Tensor, own: int, world: str) -> None:
@@ -477,15 +523,27 @@ def _version(words: Tensor) -> int:
 # ---- what torch knows of them --------------------------------------------------------------------
 
 
-def _dispatch_kernel(**given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    done = dispatch(**given).outputs
-    return done["outputs"], *done["handle"]
+def new_handle(steps: Steps, x: Tensor, handle: MoeHandle, *, routed: bool) -> MoeHandle:
+    """Return the handle that an op gives: empty tensors where it was given one, since an op's outputs
+    are none of its inputs."""
+    if not routed:
+        return handle
+    return MoeHandle(*(steps.empty((0,), x, each.dtype) for each in handle))
+
+
+def _dispatch_kernel(
+    steps: Steps, x: Tensor, routing: Tensor | None, **given: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    done = dispatch(x, routing=routing, **given, steps=steps).outputs
+    return done["outputs"], *new_handle(steps, x, done["handle"], routed=routing is not None)
 
 
 def _dispatch_fake(
     x: Tensor,
     topk_ids: Tensor,
     w: Tensor,
+    counts: Tensor | None = None,
+    routing: Tensor | None = None,
     *,
     capacity: int | None = None,
     activation: Activation | None = None,
@@ -496,8 +554,8 @@ def _dispatch_fake(
     world = current(group)
     _expect_shapes(x, topk_ids, w, activation)
     rows = torch.library.get_ctx().new_dynamic_size() if capacity is None else capacity
-    experts = len(w)
-    words = routing_words(world, topk_ids, experts * world.size)
+    experts = len(w) if routing is None else 0
+    words = routing_words(world, topk_ids, experts * world.size) if routing is None else 0
     return (
         x.new_empty((rows, _features(w, activation)), dtype=out_dtype or x.dtype),
         x.new_empty(experts, dtype=torch.int64),
@@ -506,13 +564,14 @@ def _dispatch_fake(
 
 
 def _scaled_dispatch_kernel(
-    steps: Steps, x: Tensor, **given: Any
+    steps: Steps, x: Tensor, routing: Tensor | None, **given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    done = dispatch(x, **given, steps=steps).outputs
+    done = dispatch(x, routing=routing, **given, steps=steps).outputs
     scales = done.get("scales")
     if scales is None:
         scales = steps.empty((0,), x, torch.float32)
-    return done["outputs"], *done["handle"], scales
+    made = new_handle(steps, x, done["handle"], routed=routing is not None)
+    return done["outputs"], *made, scales
 
 
 def _scaled_dispatch_fake(
@@ -521,12 +580,14 @@ def _scaled_dispatch_fake(
     w: Tensor,
     x_scale: Tensor | None,
     w_scale: Tensor | None,
+    counts: Tensor | None = None,
+    routing: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kind = out_dtype or default_results(x)
-    found = _dispatch_fake(x, topk_ids, w, out_dtype=kind, **options)
+    found = _dispatch_fake(x, topk_ids, w, counts, routing, out_dtype=kind, **options)
     rows, width = found[0].shape
     shape = (rows, width // BLOCK) if kind == torch.float8_e4m3fn else (0,)
     return *found, x.new_empty(shape, dtype=torch.float32)
@@ -553,8 +614,9 @@ def _combine_fake(
 
 
 register(
-    "moe_dispatch_gemm(Tensor x, Tensor topk_ids, Tensor w, *, int? capacity=None, "
-    "str? activation=None, ScalarType? out_dtype=None, int? chunk=None, str group) "
+    "moe_dispatch_gemm(Tensor x, Tensor topk_ids, Tensor w, Tensor? counts=None, "
+    "Tensor? routing=None, *, int? capacity=None, str? activation=None, "
+    "ScalarType? out_dtype=None, int? chunk=None, str group) "
     "-> (Tensor, Tensor, Tensor)",
     _dispatch_kernel,
     _dispatch_fake,
@@ -564,8 +626,8 @@ register(
 )
 register(
     "moe_dispatch_gemm_scaled(Tensor x, Tensor topk_ids, Tensor w, Tensor? x_scale, Tensor? w_scale, "
-    "*, int? capacity=None, str? activation=None, ScalarType? out_dtype=None, int? chunk=None, "
-    "str group) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? counts=None, Tensor? routing=None, *, int? capacity=None, str? activation=None, "
+    "ScalarType? out_dtype=None, int? chunk=None, str group) -> (Tensor, Tensor, Tensor, Tensor)",
     _scaled_dispatch_kernel,
     _scaled_dispatch_fake,
     flops=flops.dispatch,

@@ -149,23 +149,28 @@ register(
 
 def save_dispatch(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
     """Keep x, w and the handle."""
-    x, topk_ids, w = inputs
+    x, topk_ids, w, *given = inputs
     ctx.options = {name: keyword_only_inputs[name] for name in ("capacity", "chunk", "group")}
     ctx.activation = keyword_only_inputs["activation"]
     ctx.out_dtype = keyword_only_inputs["out_dtype"]
-    ctx.save_for_backward(x, topk_ids, w, *output[1:])
+    ctx.again = given[1] is not None
+    counts, routing = given if ctx.again else output[1:]
+    ctx.save_for_backward(x, topk_ids, w, counts, routing)
 
 
 def dispatch_backward(ctx: Any, of_outputs: Tensor, *_: Any) -> Any:
     """Compute dx and dw in one call. With an activation the product is made again first."""
     x, topk_ids, w, counts, routing = ctx.saved_tensors
     if ctx.activation is not None:
-        product, *_ = ops.moe_dispatch_gemm(x, topk_ids, w, out_dtype=ctx.out_dtype, **ctx.options)
+        again = (counts, routing) if ctx.again else ()
+        product, *_ = ops.moe_dispatch_gemm(
+            x, topk_ids, w, *again, out_dtype=ctx.out_dtype, **ctx.options
+        )
         of_outputs = _silu_and_mul_backward(of_outputs, product)
     of_x, of_w = ops.moe_dispatch_backward(
         of_outputs.contiguous(), x, w, counts, routing, top_k=topk_ids.shape[1], **ctx.options
     )
-    return of_x, None, of_w
+    return of_x, None, of_w, None, None
 
 
 def _silu_and_mul_backward(of_outputs: Tensor, product: Tensor) -> Tensor:

@@ -20,11 +20,11 @@ from mkernel.ops.common import Done, Execution, plan_for
 from mkernel.ops.moe import (
     ID_DTYPES,
     MoeHandle,
-    check_handle,
-    dispatched_rows,
+    check_reused,
     expect_experts,
     expect_handle,
     mark,
+    new_handle,
     new_routing,
     remember,
     routing_words,
@@ -63,12 +63,6 @@ def _expect_shapes(x: Tensor, topk_ids: Tensor) -> None:
     validate.matrix("topk_ids", topk_ids)
     if topk_ids.shape[0] != x.shape[0]:
         raise ShapeError("topk_ids", validate.describe(topk_ids), f"[T, k] with T = {x.shape[0]}")
-
-
-def _expect_capacity(capacity: int, routing: Tensor, world: str) -> None:
-    known = dispatched_rows(routing, world)
-    if known not in (None, capacity):
-        raise ArgumentError("capacity", capacity, f"{known} or None, as the handle's dispatch gave")
 
 
 def _scales(x: Tensor, x_scale: Tensor | None, quantise: str | None, device: str) -> Around:
@@ -134,13 +128,11 @@ def dispatch_rows(
         dtype = validate.dtype_name("x.dtype", x.dtype, claims.dtypes)
     if routing is not None:
         assert counts is not None
-        experts = check_handle(steps, world, "topk_ids", topk_ids, counts, routing)
+        experts = check_reused(steps, world, topk_ids, counts, routing, capacity)
         if experts != num_experts:
             raise ArgumentError(
                 "num_experts", num_experts, f"{experts}, as in the handle's dispatch"
             )
-        if capacity is not None:
-            steps.do(_expect_capacity, capacity, routing, world.name)
     elif topk_ids.device.type == "cpu":  # elsewhere looking would stall the stream
         steps.do(expect_experts, topk_ids, num_experts)
     plan = plan_for(
@@ -247,9 +239,7 @@ def _kernel(
     steps: Steps, x: Tensor, routing: Tensor | None, **given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     found = dispatch_rows(x, routing=routing, **given, steps=steps).outputs
-    counts, words = found["handle"]
-    if routing is not None:  # an op's outputs are none of its inputs
-        counts, words = (steps.empty((0,), x, each.dtype) for each in found["handle"])
+    counts, words = new_handle(steps, x, found["handle"], routed=routing is not None)
     scales = found.get("scales")
     if scales is None:
         scales = steps.empty((0,), x, torch.float32)

@@ -112,7 +112,7 @@ class AcceleratorCapabilities(Model):
     end with the rows of the outputs. Such backends read each other's handles: an op that reads one
     may run on another backend than the dispatch."""
     reuses_routing: Literal["never", "in_one_node", "always"] = "never"
-    """Says in which worlds a dispatch without a product takes the routing of an earlier dispatch."""
+    """Says in which worlds dispatches take the routing of an earlier one."""
     kinds: tuple[KindName, ...] = ()
     """Kinds of devices that the backend runs on; empty: any."""
     architectures: tuple[str, ...] = ()

@@ -163,7 +163,7 @@ class MoeShape(Model):
     """Sizes of a dispatch: ``tokens`` [tokens, hidden] on each rank go to ``top_k`` of ``experts``
     (all ranks together), each with a weight [hidden, columns]; results have ``features``.
     ``capacity`` is the number of rows that a rank has for all its experts; None: as many as there
-    are."""
+    are. ``routed``: an earlier dispatch's routing is used again, so no ids travel."""
 
     kind: Literal["moe"] = "moe"
     tokens: int = Field(ge=1)
@@ -173,6 +173,7 @@ class MoeShape(Model):
     top_k: int = Field(ge=1)
     capacity: int | None = Field(None, ge=1)
     activation: Activation | None = None
+    routed: bool = False
 
     @property
     def columns(self) -> int:
@@ -182,8 +183,8 @@ class MoeShape(Model):
 
 class DispatchShape(Model):
     """Sizes of a dispatch without a product: ``tokens`` [tokens, hidden] on each rank go to ``top_k``
-    of ``experts`` (all ranks together), and results are these rows. ``capacity``: as of
-    :class:`MoeShape`. ``routed``: an earlier dispatch's routing is used again, so no ids travel."""
+    of ``experts`` (all ranks together), and results are these rows. ``capacity``, ``routed``: as of
+    :class:`MoeShape`."""
 
     kind: Literal["dispatch"] = "dispatch"
     tokens: int = Field(ge=1)

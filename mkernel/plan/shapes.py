@@ -260,13 +260,16 @@ def _check_experts(
     _check_multiple("experts", shape.experts, world, "the number of ranks")
     if shape.top_k > shape.experts:
         raise ShapeError("top_k", shape.top_k, f"at most {shape.experts}, the number of experts")
+    routed = isinstance(shape, MoeShape | DispatchShape) and shape.routed
+    if routed and forward(op) != op:
+        raise ArgumentError("shape.routed", True, f"False: {op} always reads an earlier routing")
+    if routed and capabilities.reuses_routing == "never":
+        why = "this accelerator exchanges ids in each dispatch"
+        raise ArgumentError("handle", "of an earlier dispatch", f"None: {why}")
     if isinstance(shape, DispatchShape):
         _check_aligned("hidden", shape.hidden, dtype, capabilities)
         if out_dtype != dtype:
             raise DtypeError("out_dtype", repr(out_dtype), f"{dtype!r}: rows come as they are sent")
-        if shape.routed and capabilities.reuses_routing == "never":
-            why = "this accelerator exchanges ids in each dispatch"
-            raise ArgumentError("handle", "of an earlier dispatch", f"None: {why}")
         return
     _check_aligned("features", shape.features, _narrow(dtype, out_dtype), capabilities)
     if isinstance(shape, MoeShape):

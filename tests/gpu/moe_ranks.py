@@ -76,6 +76,8 @@ class Moe:
     """Says that operands are e4m3 with scales by blocks; ``dtype`` is then that of results."""
     quantise: bool = False
     """Says that the first op quantises what the second one multiplies; else that has 16 bits."""
+    again: bool = False
+    """Says that a dispatch uses the handle of one of other tokens, and no ids."""
 
     def work(self, seed: int = 0, device: str | None = None) -> Work:
         """Make its tensors on this rank."""
@@ -139,14 +141,20 @@ class Work(calls.Work):
         return w.transpose(1, 2).contiguous().transpose(1, 2) if self.shape.scales else w
 
     def dispatched(self, **options: Any) -> Any:
-        """Call the dispatch."""
+        """Call the dispatch, once or twice."""
         given, shape = self.given, self.shape
         scales = {name: given[name] for name in ("x_scale", "w_scale") if shape.scales}
-        self.sent: Any = mkernel.moe_dispatch_gemm(
-            given["x"], given["topk_ids"], given["w"], capacity=shape.capacity or None,
+        call = partial(
+            mkernel.moe_dispatch_gemm, w=given["w"], capacity=shape.capacity or None,
             activation=shape.activation, **scales,
             **{**({"out_dtype": getattr(torch, shape.dtype)} if shape.scales else {}), **options},
         )  # fmt: skip
+        ids = given["topk_ids"]
+        if shape.again:
+            first = call(other_tokens(given["x"]), ids)
+            self.sent: Any = call(given["x"], torch.full_like(ids, -1), handle=first.handle)
+        else:
+            self.sent = call(given["x"], ids)
         return self.sent
 
     def call(self) -> Tensors:
@@ -246,6 +254,11 @@ class Work(calls.Work):
                     wanted.index_add_(0, token, weighted)
                     terms.index_add_(0, token, weighted.abs())
         return wanted, terms
+
+
+def other_tokens(x: torch.Tensor) -> torch.Tensor:
+    """Return the same tokens in another order."""
+    return x.view(torch.uint8).flip(0).view(x.dtype)
 
 
 def drawn(chance: random.Random, world: int) -> Moe:
@@ -354,41 +367,49 @@ def tables(shapes: Sequence[Moe], seed: int) -> list[str]:
 
 FAULTS = ("expert", "tail", "slots", "stale", "weights", "halves")
 ROWS_FAULTS = ("neighbour", "missing", "stale")
-"""Of a dispatch without a product; ``tables`` is one that uses another's routing."""
+"""Of a dispatch without a product."""
+AGAIN_FAULTS = ("expert", "tail", "stale", "tables")
+"""Of a dispatch that uses a handle. ``tables``: of another routing; ``uncounted``, of one that
+permutes: it takes its rows for permuted from the start."""
 WANTED_FAULTS = ("stale", "unsent")
 """Of tokens that go where they are wanted."""
 
 
+def _spoil(fault: str, words: torch.Tensor, work: Any) -> None:
+    """Plant a fault in the tables that a routing left, or in what is multiplied by them."""
+    shape = work.shape
+    places = work.world * shape.tokens * shape.top_k
+    tiles = (3 * places + 3) // 4 * 4
+    if fault == "expert":  # the first tile's rows go to the next expert
+        words[tiles] = (words[tiles] + 1) % shape.experts
+    if fault == "tail":  # the last row of the first tile is dropped
+        words[tiles + 2] -= 1
+    if fault == "neighbour":  # a row lies where the next one belongs
+        words[2 * places : 2 * places + 2] = words[2 * places : 2 * places + 2].flip(0)
+    if fault == "missing":  # the last row is not there
+        words[-4] -= 1
+    if fault == "slots":  # rows of a token's slots change places
+        rows = words[2 * places : 2 * places + int(words[-4])]
+        slot = rows % shape.top_k
+        rows += (slot + 1) % shape.top_k - slot
+    if fault == "halves":  # gate and up change places
+        w = work.given["w"]
+        w.copy_(w.roll(shape.features, 2))
+    if fault == "group":  # the first rows are said to be in order before they are
+        most = places // 256 + 3 * shape.experts + 1  # tiles
+        words[tiles + 4 * most] += 1
+        words[-5] += 1
+
+
 def planted(fault: str, work: Any) -> AbstractContextManager[object]:
     """Plant a fault in the backend. ``work``: a :class:`Work`, or ``rows_ranks``' one."""
-    native, shape, routed = backend.native(), work.shape, list[torch.Tensor]()
+    native, routed = backend.native(), list[torch.Tensor]()
     old, tables = work.given["x"].clone(), work.sent.handle.routing.clone()
     nobody = torch.full_like(work.given["topk_ids"], -1, dtype=torch.int32)
 
     def moe_route(*given: Any) -> None:
         native.moe_route(*given)
-        words = routed[-1]
-        places = work.world * shape.tokens * shape.top_k
-        tiles = (3 * places + 3) // 4 * 4
-        if fault == "expert":  # the first tile's rows go to the next expert
-            words[tiles] = (words[tiles] + 1) % shape.experts
-        if fault == "tail":  # the last row of the first tile is dropped
-            words[tiles + 2] -= 1
-        if fault == "neighbour":  # a row lies where the next one belongs
-            words[2 * places : 2 * places + 2] = words[2 * places : 2 * places + 2].flip(0)
-        if fault == "missing":  # the last row is not there
-            words[-4] -= 1
-        if fault == "slots":  # rows of a token's slots change places
-            rows = words[2 * places : 2 * places + int(words[-4])]
-            slot = rows % shape.top_k
-            rows += (slot + 1) % shape.top_k - slot
-        if fault == "halves":  # gate and up change places
-            w = work.given["w"]
-            w.copy_(w.roll(shape.features, 2))
-        if fault == "group":  # the first rows are said to be in order before they are
-            most = places // 256 + 3 * shape.experts + 1  # tiles
-            words[tiles + 4 * most] += 1
-            words[-5] += 1
+        _spoil(fault, routed[-1], work)
 
     def push_rows(device: int, world: Any, rows: int, *rest: Any) -> None:
         native.push_rows(device, world, old.data_ptr() if fault == "stale" else rows, *rest)
@@ -410,17 +431,24 @@ def planted(fault: str, work: Any) -> AbstractContextManager[object]:
             given["routing"] = tables.data_ptr()
         return native.DispatchedRows(**given)
 
+    def grouped_product(**given: Any) -> Any:
+        if fault == "tables" and given["tokens"]:
+            given["routing"] = tables.data_ptr()
+        return native.GroupedProduct(**given)
+
     def noted(self: Any, start: Any, call: Any, stream: int) -> Any:
         routed.append(call.tensors["routing"])
         return start(self, call, stream)
 
     stack = ExitStack()
+    if fault == "uncounted":
+        stack.enter_context(mock.patch.object(backend.DispatchExecutor, "_permute_again"))
     for each in (backend.DispatchExecutor, backend.RowsExecutor):
         stack.enter_context(mock.patch.object(each, "start", partialmethod(noted, each.start)))
     stack.enter_context(
         calls.native_with(
             backend, moe_route=moe_route, push_rows=push_rows, WantedTokens=wanted_tokens,
-            moe_home=moe_home, DispatchedRows=dispatched_rows,
+            moe_home=moe_home, DispatchedRows=dispatched_rows, GroupedProduct=grouped_product,
         )
     )  # fmt: skip
     return stack

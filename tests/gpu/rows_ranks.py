@@ -8,6 +8,7 @@ from typing import Any
 import calls
 import torch
 from calls import Tensors
+from moe_ranks import other_tokens
 
 import mkernel
 from mkernel.cases import case_of
@@ -17,7 +18,8 @@ from mkernel.plan.model import E4M3
 @dataclass(frozen=True)
 class Rows:
     """One size; ``experts`` of a rank. ``capacity``: rows, as the op takes it; 0: none. ``scales``:
-    tokens are e4m3. ``again``: rows are those of a second call, by the first one's handle."""
+    tokens are e4m3. ``again``: rows are those of a second call, by the handle of one of other
+    tokens."""
 
     tokens: int
     hidden: int = 64
@@ -56,7 +58,8 @@ class Work(calls.Work):
             "capacity": shape.capacity or None,
             "x_scale": given.get("x_scale"),
         }
-        sent = mkernel.moe_dispatch(given["x"], given["topk_ids"], **options)
+        first = other_tokens(given["x"]) if shape.again else given["x"]
+        sent = mkernel.moe_dispatch(first, given["topk_ids"], **options)
         if shape.again:
             nothing = torch.full_like(given["topk_ids"], -1)
             sent = mkernel.moe_dispatch(given["x"], nothing, handle=sent.handle, **options)

@@ -1,4 +1,4 @@
-"""MoE on `hopper`, beside ``test_calls_on_gpus``: tables, capacities; faults are seen."""
+"""MoE on `hopper`, beside ``test_calls_on_gpus``: tables, capacities, handles; faults are seen."""
 
 from __future__ import annotations
 
@@ -14,10 +14,21 @@ from calls import Decisions
 from device_buffers import needs_gpus, pair, several, worlds
 from in_world import TOLD_S
 from kept_ranks import right
-from moe_ranks import FAULTS, PERMUTED, WANTED, WANTED_FAULTS, Moe, early
+from moe_ranks import (
+    AGAIN_FAULTS,
+    FAULTS,
+    GATHERED,
+    IN_ORDER,
+    PERMUTED,
+    WANTED,
+    WANTED_FAULTS,
+    Moe,
+    early,
+)
 
 import mkernel
 from mkernel.backends.accelerators.hopper.capabilities import MOE, ops
+from mkernel.cases.moe import ROUTINGS
 
 pytestmark = [
     needs_gpus(1),
@@ -51,6 +62,35 @@ def test_too_many_rows_stop_the_combine_and_the_world_goes_on(world: int) -> Non
         decided(world, WANTED, moe_ranks.overflowed, shape)
 
 
+AGAIN = [
+    *(Moe(40, 1032, 64, 2, 3, routing=routing, again=True) for routing in ROUTINGS),
+    Moe(700, 64, 72, 33, 8, activation="silu_and_mul", again=True),
+    Moe(3000, 512, 768, 2, 2, dtype="float16", again=True),
+]
+SCALED_AGAIN = [
+    Moe(70, 384, 256, 3, 3, scales=True, quantise=quantise, again=True)
+    for quantise in (False, True)
+]
+
+
+@worlds
+def test_products_by_a_handle(world: int) -> None:
+    right(world, calls.judged, [*AGAIN, *SCALED_AGAIN], 1)
+    decided(world, PERMUTED, calls.judged, AGAIN, 1)
+    for decisions in (GATHERED, IN_ORDER):
+        decided(world, decisions, calls.judged, [*AGAIN, *SCALED_AGAIN], 1)
+    if world > 1:
+        decided(world, WANTED, calls.judged, [*AGAIN, *SCALED_AGAIN], 1)
+
+
+@worlds
+def test_products_by_a_handle_in_graphs(world: int) -> None:
+    shapes = [*AGAIN[:-1], *SCALED_AGAIN]
+    bounded = [replace(one, capacity=one.tokens * one.top_k * world + 3) for one in shapes]
+    right(world, calls.replayed, bounded, 12)
+    decided(world, IN_ORDER, calls.replayed, bounded, 12)
+
+
 @several
 def test_tokens_that_come_late_belong_to_their_call(world: int) -> None:
     shape = Moe(64, 256, 64, 2, 2)
@@ -68,8 +108,10 @@ SMALL = Moe(40, 64, 64, 2, 2, routing="uniform", activation="silu_and_mul")
         (SMALL, {}, FAULTS),
         (replace(SMALL, hidden=1032, returns="ranks", narrow=True), PERMUTED, (*FAULTS, "group")),
         (Moe(40, 1032, 64, 2, 2), WANTED, WANTED_FAULTS),
+        (replace(SMALL, again=True, capacity=160), GATHERED, AGAIN_FAULTS),
+        (replace(SMALL, again=True, capacity=160), IN_ORDER, (*AGAIN_FAULTS, "uncounted")),
     ],
-    ids=["as planned", "permuted", "wanted"],
+    ids=["as planned", "permuted", "wanted", "again", "permuted again"],
 )
 def test_faults_are_seen(world: int, shape: Moe, decisions: Decisions, faults: Any) -> None:
     """On every rank."""

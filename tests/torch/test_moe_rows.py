@@ -100,8 +100,8 @@ def test_capacity_bounds_the_rows(accelerator: str) -> None:
 
 
 def used_again(capacity: int | None) -> list[str]:
-    """What is wrong with rows of other tokens by handles of both dispatches, and by copies of them;
-    ids of the later calls say nothing."""
+    """What is wrong with rows of other tokens by handles of both dispatches, and by copies of them,
+    alone and multiplied by unit weights; ids of the later calls say nothing."""
     rank, found = mkernel.world().rank, []
     x, other = everyone("x")[rank], everyone("other")[rank]
     w = torch.eye(HIDDEN).repeat(EACH, 1, 1)
@@ -119,7 +119,13 @@ def used_again(capacity: int | None) -> list[str]:
             found.append("other rows")
         if len(sent.rows) != (len(wanted) if capacity is None else capacity):
             found.append(f"{len(sent.rows)} rows")
-        if sent.handle is not handle or sent.counts is not handle.counts:
+        again = mkernel.moe_dispatch_gemm(other, nothing, w, handle=handle, capacity=capacity)
+        if not torch.equal(again.outputs, sent.rows):
+            found.append("other products")
+        same = [sent.handle, again.handle], [sent.counts, again.counts]
+        if any(each is not handle for each in same[0]) or any(
+            each is not handle.counts for each in same[1]
+        ):
             found.append("another handle")
     return found
 
@@ -138,30 +144,38 @@ def wrong_handles() -> list[str]:
         {"num_experts": EXPERTS, "handle": handle, "capacity": MOST},
         {"num_experts": EXPERTS, "handle": tuple(handle)},
     ]
-    return [refused(x, ids, **options).argument for options in calls]
+    found = [refused(mkernel.moe_dispatch, x, ids, **options) for options in calls]
+    for w, options in ((EACH + 1, calls[0]), (EACH, calls[1]), (EACH, calls[2])):
+        given = {name: each for name, each in options.items() if name != "num_experts"}
+        wrong = refused(mkernel.moe_dispatch_gemm, x, ids, torch.ones(w, HIDDEN, 8), **given)
+        found.append(wrong)
+    return [each.argument for each in found]
 
 
-def refused(x: Tensor, ids: Tensor, **options: Any) -> ArgumentError:
+def refused(op: Any, *given: Tensor, **options: Any) -> ArgumentError:
     with pytest.raises(ArgumentError) as caught:
-        mkernel.moe_dispatch(x, ids, **options)
+        op(*given, **options)
     return caught.value
 
 
 def test_wrong_handles_are_refused_by_name() -> None:
     results = on_ranks(wrong_handles, ranks=RANKS)
-    assert results == [["num_experts", "capacity", "handle"]] * RANKS
+    assert results == [["num_experts", "capacity", "handle", "w", "capacity", "handle"]] * RANKS
 
 
-def refused_handle() -> str:
+def refused_handles() -> list[str]:
     rank = mkernel.world().rank
-    x, ids = everyone("x")[rank], routed(rank)
+    x, ids, w = everyone("x")[rank], routed(rank), torch.ones(EACH, HIDDEN, 8)
     handle = mkernel.moe_dispatch(x, ids, num_experts=EXPERTS).handle
-    return str(refused(x, ids, num_experts=EXPERTS, handle=handle))
+    return [
+        str(refused(mkernel.moe_dispatch, x, ids, num_experts=EXPERTS, handle=handle)),
+        str(refused(mkernel.moe_dispatch_gemm, x, ids, w, handle=handle)),
+    ]
 
 
 def test_ascend_uses_no_routing_again() -> None:
-    for text in on_ranks(refused_handle, ranks=RANKS, accelerator="ascend"):
-        assert "handle = of an earlier dispatch" in text
+    for texts in on_ranks(refused_handles, ranks=RANKS, accelerator="ascend"):
+        assert all("handle = of an earlier dispatch" in text for text in texts)
 
 
 # ---- e4m3 ----------------------------------------------------------------------------------------
@@ -198,19 +212,49 @@ def test_e4m3_rows_come_with_their_scales(capacity: int | None) -> None:
     assert on_ranks(quantised, capacity, ranks=RANKS) == [[]] * RANKS
 
 
+def multiplied_again(capacity: int | None) -> bool:
+    """Whether e4m3 experts make the same of other tokens by a handle and by ids."""
+    rank = mkernel.world().rank
+    x, ids = everyone("x")[rank].bfloat16(), routed(rank)
+    w, scale = quantised_blocks(operand("w", rank, EACH * 2 * HIDDEN, HIDDEN))
+    options: dict[str, Any] = {
+        "w_scale": scale.view(EACH, 2, HIDDEN, 1)[:, :, 0].transpose(1, 2).contiguous(),
+        "activation": "silu_and_mul", "quantise": "block", "capacity": capacity,
+    }  # fmt: skip
+    experts = w.view(EACH, 2 * HIDDEN, HIDDEN).transpose(1, 2)
+    first = mkernel.moe_dispatch_gemm(x.flip(0), ids, experts, **options)
+    wanted = mkernel.moe_dispatch_gemm(x, ids, experts, **options)
+    nothing = torch.full_like(ids, -1)
+    found = mkernel.moe_dispatch_gemm(x, nothing, experts, handle=first.handle, **options)
+    same = [
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        for one, other in zip(found[:2], wanted[:2], strict=True)
+    ]
+    return all(same) and found.handle is first.handle
+
+
+@pytest.mark.parametrize("capacity", [None, MOST + 5])
+def test_e4m3_experts_take_a_handle(capacity: int | None) -> None:
+    assert on_ranks(multiplied_again, capacity, ranks=RANKS) == [True] * RANKS
+
+
 # ---- gradients and compilers ---------------------------------------------------------------------
 
 
 def layer(x: Tensor, ids: Tensor, w: Tensor, weights: Tensor, capacity: int | None) -> Tensor:
-    """Experts of the user's own, for a second dispatch of the same routing too."""
+    """Experts of the user's own, for two more dispatches of the same routing too."""
     sent = mkernel.moe_dispatch(x, ids, num_experts=EXPERTS, capacity=capacity)
     again = mkernel.moe_dispatch(
         x.sin(), ids, num_experts=EXPERTS, handle=sent.handle, capacity=capacity
     )
+    nothing, unit = torch.full_like(ids, -1), torch.eye(HIDDEN).repeat(len(sent.counts), 1, 1)
+    product = mkernel.moe_dispatch_gemm(
+        x.cos(), nothing, unit, handle=sent.handle, capacity=capacity
+    )
     ends = sent.counts.cumsum(0)
     expert = torch.searchsorted(ends, torch.arange(len(sent.rows)), right=True)
     own = w[expert.clamp(max=EACH - 1)]
-    made = torch.einsum("rh,rh->rh", sent.rows + 2 * again.rows, own)
+    made = torch.einsum("rh,rh->rh", sent.rows + 2 * again.rows + 3 * product.outputs, own)
     return mkernel.moe_combine(made, sent.handle, weights)
 
 
@@ -239,7 +283,7 @@ def true_gradients() -> list[list[Tensor]]:
     outs, losses = [], []
     for rank, (x, _, weights) in enumerate(every):
         ids = routed(rank)
-        both = (x + 2 * x.sin())[:, None] * experts[ids.clamp(min=0)]
+        both = (x + 2 * x.sin() + 3 * x.cos())[:, None] * experts[ids.clamp(min=0)]
         outs.append(torch.einsum("tk,tkh->th", weights * (ids >= 0), both))
         losses.append(loss(outs[-1], rank))
     flat = [each for own in every for each in own]

@@ -149,6 +149,7 @@ def expert_calls() -> Iterator[Call]:
         yield "moe_dispatch_gemm", (x, ids, w), {**options, "activation": "silu_and_mul"}
         plain = (x.detach(), ids, w.detach())
         outputs, *handle = ops.moe_dispatch_gemm(*plain, **options, group=group)
+        yield "moe_dispatch_gemm", (x, ids, w, *handle), options
         yield "moe_dispatch_backward", (outputs, *plain[::2], *handle), {"top_k": 2, **options}
         rows = outputs.requires_grad_()
         yield "moe_combine", (rows, *handle, weights), {}

@@ -72,23 +72,17 @@ def routing_words(world: int, tokens: int, top_k: int) -> int:
 
 
 def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Fill ``routing``; return ``outputs`` and ``counts``, and the ``scales`` of e4m3 outputs."""
-    routing, tokens, height = _sent(call, streams)
-    return _results(call, streams, routing, tokens, height)
+    """Return ``outputs`` and ``counts``, and the ``scales`` of e4m3 outputs; fill ``routing``, unless
+    an earlier dispatch did."""
+    return _results(call, streams, *_tokens(call, streams))
 
 
 def dispatch_rows(call: Call, streams: CallStreams) -> Mapping[str, Any]:
-    """Return ``rows`` and their ``scales``, where these are e4m3; with a routing of its own fill
-    ``routing`` and return ``counts`` too."""
+    """Return ``rows`` and ``counts``, and the ``scales`` of e4m3 rows; fill ``routing``, unless an
+    earlier dispatch did."""
     shape = call.plan.shape
     assert isinstance(shape, DispatchShape)
-    if shape.routed:
-        routing, height = _known(call, streams)
-        with streams.compute():
-            x = joined(rows_of_experts(call, "x"))
-        tokens = _wanted(call, streams, routing, x)
-    else:
-        routing, tokens, height = _sent(call, streams)
+    routing, tokens, height = _tokens(call, streams)
     for *_, message in tokens.arrivals:
         streams.wait(message)
     with streams.compute():
@@ -109,6 +103,19 @@ class _Tokens(NamedTuple):
     tokens: torch.Tensor
     row_token: torch.Tensor
     arrivals: Arrivals
+
+
+def _tokens(call: Call, streams: CallStreams) -> tuple[Routing, _Tokens, int]:
+    """Start a dispatch, with the routing of an earlier one where the plan says so; return the tables,
+    the tokens and the number of rows."""
+    shape = call.plan.shape
+    assert isinstance(shape, MoeShape | DispatchShape)
+    if not shape.routed:
+        return _sent(call, streams)
+    routing, height = _known(call, streams)
+    with streams.compute():
+        x = joined(rows_of_experts(call, "x"))
+    return routing, _wanted(call, streams, routing, x), height
 
 
 def _sent(call: Call, streams: CallStreams) -> tuple[Routing, _Tokens, int]:

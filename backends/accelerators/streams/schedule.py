@@ -298,8 +298,7 @@ def _gathering(
     plan, constants = request.plan, request.constants
     shape, world = plan.shape, plan.world_size
     assert isinstance(shape, MoeShape | DispatchShape)
-    routed = isinstance(shape, DispatchShape) and shape.routed
-    if constants is None or world == 1 or routed:
+    if constants is None or world == 1 or shape.routed:
         return "wanted", ()
 
     def travel_us(gathers: Gathers) -> float:

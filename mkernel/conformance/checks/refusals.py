@@ -179,6 +179,7 @@ def _wrong_dispatch(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]
         yield "a negative expert", ArgumentError, lambda: call(x, ids - 10000, w)
     yield "mixed dtypes", DtypeError, lambda: call(x, ids, w.double())
     y = sent.outputs
+    yield from _wrong_handle(partial(call, x, w=w, handle=sent.handle), ids, len(y), claims)
     combine = partial(mkernel.moe_combine, handle=sent.handle)
     yield from _not_plain(combine, {"y": y, "topk_weights": weights})
     long = torch.cat([y, y[:1]]) if len(y) else y.new_zeros(1, y.shape[1])
@@ -205,14 +206,20 @@ def _wrong_rows(case: Case, given: _Inputs, claims: Any) -> Iterator[_Wrong]:
     yield "experts that ranks cannot share", ShapeError, partial(call, x, ids, num_experts=10007)
     if ids.device.type == "cpu":
         yield "an expert that is not there", ArgumentError, lambda: call(x, ids + 10000)
-    routed = partial(call, x, handle=sent.handle)
+    yield from _wrong_handle(partial(call, x, handle=sent.handle), ids, len(sent.rows), claims)
+
+
+def _wrong_handle(
+    call: Callable[..., Any], ids: torch.Tensor, rows: int, claims: Any
+) -> Iterator[_Wrong]:
+    """``call``: a dispatch of as many ids with a handle, whose dispatch had so many rows."""
     if claims.reuses_routing == "never":
-        yield "a handle, not claimed", ArgumentError, lambda: routed(ids)
+        yield "a handle, not claimed", ArgumentError, lambda: call(ids)
         return
     more = ids.repeat(1, 2)
-    yield "a handle of other places", ShapeError, lambda: routed(more)
-    rows = len(sent.rows) + 1
-    yield "a capacity that its dispatch had not", ArgumentError, lambda: routed(ids, capacity=rows)
+    yield "a handle of other places", ShapeError, lambda: call(more)
+    most = rows + 1
+    yield "a capacity that its dispatch had not", ArgumentError, lambda: call(ids, capacity=most)
 
 
 def _wrong_gemm_combine(case: Case, sent: mkernel.MoeDispatch, given: _Inputs) -> Iterator[_Wrong]:

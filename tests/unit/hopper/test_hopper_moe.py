@@ -408,6 +408,30 @@ def test_rows_of_a_routing_that_is_there_need_neither_ids_nor_the_host(started: 
     assert started.given["WantedTokens"]["ids"] == words[own:].data_ptr()
 
 
+def test_a_product_of_a_routing_that_is_there_permutes_its_rows_again(started: Started) -> None:
+    """The words that count permuted rows, two of each tile and one of all, start from zero; others
+    stay, and so does what is known of the handle's height."""
+    first = called(planned("moe_dispatch_gemm", capacity=40))
+    run(first)
+    words = first.tensors["routing"]
+    plan = planned("moe_dispatch_gemm", routed=True)
+    assert plan.shape.model_copy(update={"routed": False}) == planned("moe_dispatch_gemm").shape
+    for permutes in (False, True):
+        how = plan.part(DispatchSchedule).model_copy(
+            update={"push_blocks": 0, "permutes": permutes}
+        )
+        words.data.fill_(7)
+        made = plan.model_copy(update={"schedule": how})
+        started.told.clear()
+        found = run(replace(first, plan=made, tensors={**first.tensors, "topk_ids": words[:0]}))
+        assert started.names == [("push_rows", BESIDE), ("moe_grouped", MAIN)]
+        assert (found["outputs"].shape, "counts" in found) == ((40, SIZES["features"]), False)
+        zeros = (words == 0).nonzero().flatten().tolist()
+        tiles = WORLD * 12 * 3 // 256 + 3 * 8 // WORLD + 1
+        last = len(words) - 5  # rows, refused, height and the world's mark follow it
+        assert zeros == (list(range(last - 2 * tiles, last + 1)) if permutes else [])
+
+
 @pytest.mark.parametrize("quantises", ["bfloat16", None])
 def test_rows_in_e4m3_come_with_their_scales(started: Started, quantises: Any) -> None:
     around = Around(scales=Scales(mode="block", quantises=quantises))

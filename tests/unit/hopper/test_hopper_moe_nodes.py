@@ -74,8 +74,9 @@ def test_rows_travel_so_too_and_a_routing_is_used_again_inside_a_node_alone(
     run(called(planned("moe_dispatch")))
     travels = [(each, BESIDE) for each in ("push_rows", "send_far", "send_far", "land_far")]
     assert started.names == [*travels, ("moe_route", MAIN), ("copy_rows", MAIN)]
-    with pytest.raises(Unsupported, match="in worlds of one node; this one has 2"):
-        planned("moe_dispatch", routed=True)
+    for op in ("moe_dispatch", "moe_dispatch_gemm"):
+        with pytest.raises(Unsupported, match="in worlds of one node; this one has 2"):
+            planned(op, routed=True)
 
 
 @pytest.mark.parametrize("op", MOE)

@@ -15,6 +15,8 @@ from mkernel.ops.registration import ops
 from mkernel.world.world import World
 
 IDS = torch.tensor([[0, 1], [1, -1], [0, 0]])
+NOTHING = torch.full_like(IDS, -1)
+"""Beside a handle only the shape of ids is read."""
 OPS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "all_gather_gemm": (lambda a, b, c: mkernel.all_gather_gemm(a, b, bias=c), [(2, 3), (3, 2), (2,)]),
     "all_gather_gemm, gathered": (
@@ -76,6 +78,12 @@ OPS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "moe_dispatch_gemm, activated": (
         lambda x, w: mkernel.moe_dispatch_gemm(
             x, IDS, w, capacity=7, activation="silu_and_mul"
+        ).outputs,
+        [(3, 2), (2, 2, 4)],
+    ),
+    "moe_dispatch_gemm, routed": (
+        lambda x, w: mkernel.moe_dispatch_gemm(
+            x, NOTHING, w, activation="silu_and_mul", handle=handle()
         ).outputs,
         [(3, 2), (2, 2, 4)],
     ),

@@ -7,8 +7,8 @@ Data flow of a dispatch:
       waits for to size the outputs; with a capacity it waits for nothing
   rows of x and of the workspace, w ──grouped product──▶ outputs; of many tokens it first copies its
       rows into memory of their own, one below the other
-A dispatch without a product copies the same tokens to the rows of its results instead; if it uses the
-routing of an earlier one, no ids travel and nothing is sorted.
+A dispatch without a product copies the same tokens to the rows of its results instead. If a dispatch
+uses the routing of an earlier one, no ids travel and nothing is sorted.
 Tokens of e4m3 experts are first quantised, each once, and their scales lie behind them wherever they go
 (kernels/moe/quantise_rows.hpp).
 Between nodes tokens, ids, weights and sums travel by puts of a NIC as well (:mod:`.moe.nodes`).
@@ -39,7 +39,12 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
 )
 from mkernel.backends.accelerators.hopper.moe.nodes import FarRanks, workspace_of
-from mkernel.backends.accelerators.hopper.moe.tuning import MOST_ROW_BYTES, check_size, row_bytes
+from mkernel.backends.accelerators.hopper.moe.tuning import (
+    MOST_ROW_BYTES,
+    check_size,
+    most_tiles,
+    row_bytes,
+)
 from mkernel.backends.accelerators.hopper.native import native
 from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -262,6 +267,23 @@ class _Dispatches(_Moe):
             lambda beside: far.send_tokens(world, x, ids, beside),
         )  # fmt: skip
 
+    def _own_ids(self, call: Call) -> tuple[torch.Tensor, int | None]:
+        """Return the own tokens' ids, and the number of rows where it is known: from the capacity, or
+        from an earlier dispatch whose routing is used. ArgumentError: a graph is captured and it is
+        not."""
+        shape, words = self._plan.shape, call.tensors["routing"]
+        assert isinstance(shape, MoeShape | DispatchShape)
+        if not shape.routed:
+            _expect_height(shape.capacity)
+            return call.tensors["topk_ids"].to(torch.int32), shape.capacity
+        own = shape.tokens * shape.top_k
+        known = known_height(words)
+        height = known if known is not None else shape.capacity
+        _expect_height(height)
+        if height is None:
+            height = int(words[-2])  # the world's mark follows it
+        return words.narrow(0, call.rank * own, own), height
+
     def _route(
         self, call: Call, ids: torch.Tensor, stream: int, early: int = 0, early_rows: int = 1
     ) -> tuple[torch.Tensor, int]:
@@ -317,22 +339,28 @@ class _Dispatches(_Moe):
 
 class DispatchExecutor(_Dispatches):
     """The executor of one plan's MoE dispatch+GEMM calls in a world, into ``routing`` and tensors
-    of its own."""
+    of its own; or with the ``routing`` of an earlier dispatch."""
 
     def start(self, call: Call, stream: int) -> Mapping[str, Any]:
-        """Queue one call on a stream; the host waits for the number of rows if there is no
-        capacity."""
+        """Queue one call on a stream; the host waits for the number of rows if neither a capacity nor
+        an earlier dispatch of this process gives it."""
         made, context, plan = native(), self._context, self._plan
         shape, how = plan.shape, plan.part(DispatchSchedule)
         assert isinstance(shape, MoeShape)
-        _expect_height(shape.capacity)
+        ids, height = self._own_ids(call)
         x, w = self._rows(call, "x", stream), aligned(call.tensors["w"])
-        ids = call.tensors["topk_ids"].to(torch.int32)
         forked = self._send(call, x, ids, how.push_blocks, stream)
+        found: dict[str, torch.Tensor] = {}
         try:
-            counts, height = self._route(call, ids, stream, how.early_tiles, how.early_rows)
+            if not shape.routed:
+                found["counts"], height = self._route(
+                    call, ids, stream, how.early_tiles, how.early_rows
+                )
+            elif how.permutes:
+                self._permute_again(call.tensors["routing"])
+            assert height is not None
             outputs = x.new_empty((height, shape.features), dtype=_dtype(plan.out_dtype))
-            found = {"outputs": outputs, "counts": counts}
+            found["outputs"] = outputs
             if plan.out_dtype == E4M3:
                 sizes = height, shape.features // BLOCK
                 found["scales"] = x.new_empty(sizes, dtype=torch.float32)
@@ -353,6 +381,14 @@ class DispatchExecutor(_Dispatches):
                 context.order.join(stream)
         return found
 
+    def _permute_again(self, words: torch.Tensor) -> None:
+        """Queue the reset of what a routing counts of permuted rows (kernels/moe/tables.cuh), which its
+        own dispatch did. A handle that autograd has saved is still the same."""
+        shape = self._plan.shape
+        assert isinstance(shape, MoeShape)
+        counts = 2 * most_tiles(shape, self._plan.world_size)
+        words.data[-5 - counts : -4].zero_()  # and how many groups were claimed, behind them
+
 
 class RowsExecutor(_Dispatches):
     """The executor of one plan's calls of MoE dispatch without a product, into ``routing`` and tensors
@@ -364,17 +400,8 @@ class RowsExecutor(_Dispatches):
         made, context, plan = native(), self._context, self._plan
         shape, how, words = plan.shape, plan.part(RowsSchedule), call.tensors["routing"]
         assert isinstance(shape, DispatchShape)
-        height, found = shape.capacity, {}
-        if shape.routed:
-            own = shape.tokens * shape.top_k
-            ids = words.narrow(0, call.rank * own, own)
-            known = known_height(words)
-            height = known if known is not None else height
-        else:
-            ids = call.tensors["topk_ids"].to(torch.int32)
-        _expect_height(height)
-        if height is None and shape.routed:
-            height = int(words[-2])  # the world's mark follows it
+        found: dict[str, torch.Tensor] = {}
+        ids, height = self._own_ids(call)
         x = self._rows(call, "x", stream)
         forked = self._send(call, x, ids, how.push_blocks, stream)
         try:

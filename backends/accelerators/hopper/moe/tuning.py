@@ -110,7 +110,8 @@ def row_bytes(width: int, *, scaled: bool) -> int:
 def check_scaled(plan: CommonPart) -> None:
     """Raise Unsupported or ShapeError for a call of e4m3 experts, or with a routing of an earlier
     dispatch, that kernels cannot run."""
-    if isinstance(plan.shape, DispatchShape) and plan.shape.routed and plan.nodes > 1:
+    routed = isinstance(plan.shape, MoeShape | DispatchShape) and plan.shape.routed
+    if routed and plan.nodes > 1:
         raise Unsupported(
             "accelerator 'hopper' uses a routing again (handle=) in worlds of one node; "
             f"this one has {plan.nodes}"
@@ -135,7 +136,7 @@ def check_size(plan: CommonPart) -> None:
     if not isinstance(shape, MoeShape | DispatchShape):
         return
     places, experts = world * shape.tokens * shape.top_k, shape.experts // world
-    words = 3 * places + 6 * (places // TILE_ROWS + 3 * experts + 1) + 8
+    words = 3 * places + 6 * most_tiles(shape, world) + 8
     nbytes = world * shape.tokens * row_bytes(shape.hidden, scaled=plan.scales is not None)
     for what, count, most in (
         ("bytes of all ranks' tokens", nbytes, MOST_ROW_BYTES - 1),
@@ -147,6 +148,11 @@ def check_size(plan: CommonPart) -> None:
                 f"{plan.op} of {shape.tokens} tokens of top-{shape.top_k} on each of {world} ranks: "
                 f"{count} {what}; at most {most}; call it for fewer tokens at a time"
             )
+
+
+def most_tiles(shape: MoeShape | DispatchShape, world: int) -> int:
+    """Return how many tiles a routing has room for; as in kernels/moe/tables.cuh."""
+    return world * shape.tokens * shape.top_k // TILE_ROWS + 3 * (shape.experts // world) + 1
 
 
 class _Product:
@@ -223,8 +229,9 @@ def _dispatch_us(plan: CommonPart, processors: int, pushing: int) -> float:
     """Predict a balanced dispatch whose tokens travel by ``pushing`` blocks, or by copy engines. If
     experts have many own rows, these are multiplied while the others travel, beside the blocks that
     push."""
+    assert isinstance(plan.shape, MoeShape | DispatchShape)
+    before = 0.0 if plan.shape.routed else machine().experts.route_us
     if isinstance(plan.shape, DispatchShape):
-        before = 0.0 if plan.shape.routed else machine().experts.route_us
         return max(travel_us(plan, pushing), before)
     product = _Product(plan)
     multiplied = min(product.us(machine().experts.gathered_tflops), product.permuted_us())
@@ -232,7 +239,7 @@ def _dispatch_us(plan: CommonPart, processors: int, pushing: int) -> float:
     if _many_own_rows(plan):
         multiplied *= processors / (processors - pushing)
         own = multiplied / plan.world_size
-    return max(travel_us(plan, pushing), machine().experts.route_us + own) + multiplied - own
+    return max(travel_us(plan, pushing), before + own) + multiplied - own
 
 
 def travel_us(plan: CommonPart, pushing: int) -> float:
