@@ -57,7 +57,7 @@ def moe_plan(
 
 def combine_plan(plan: LaunchPlan, *, features: int | None = None, chunk: int = 7) -> LaunchPlan:
     """What brings home the results of a dispatch's plan: in its output dtype."""
-    sizes = plan.shape.model_dump(exclude={"kind", "hidden", "capacity", "activation"})
+    sizes = plan.shape.model_dump(exclude={"kind", "hidden", "capacity", "activation", "routed"})
     sizes["features"] = features or sizes["features"]
     rows = min(chunk, plan.shape.tokens)
     sent = plan.part(DispatchSchedule)
