@@ -29,6 +29,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,7 +200,7 @@ def _wide(rows: Tensor, scale: Tensor | None, at: Any) -> Tensor:
 def calls_of(layer: Layer, side: int) -> dict[str, Callable[[], object]]:
     """Return what is timed, by name."""
     cuda, device, scaled = layer.x.is_cuda, layer.x.device, layer.scaled
-    compiler: Callable[[Any], Any] = torch.compile if cuda else lambda function: function
+    compiler: Any = partial(torch.compile, dynamic=False) if cuda else lambda function: function
     both, y = layer.product(), layer.product(second=True)
     quantise = compiler(quantised_blocks)
     activate = compiler(lambda rows: quantised_blocks(gated(rows)) if scaled else gated(rows))
@@ -303,6 +304,7 @@ def of_one_rank(shapes: Sequence[Shape], turns: int, cuda: bool) -> None:
         place = Place(cuda)
         both = init_device_mesh(place.device.type, (place.ranks, 1), mesh_dim_names=("all", "one"))
         mkernel.init(both["one"])
+        torch._dynamo.config.recompile_limit = 64
         for shape in shapes:
             row = of_one_row(shape, turns, place, both["one"])
             if place.rank == 0:

@@ -80,6 +80,7 @@ def test_products_by_a_handle(world: int) -> None:
     for decisions in (GATHERED, IN_ORDER):
         decided(world, decisions, calls.judged, [*AGAIN, *SCALED_AGAIN], 1)
     if world > 1:
+        decided(world, early(64), calls.judged, [*AGAIN, *SCALED_AGAIN], 1)
         decided(world, WANTED, calls.judged, [*AGAIN, *SCALED_AGAIN], 1)
 
 

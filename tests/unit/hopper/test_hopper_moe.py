@@ -413,7 +413,7 @@ def test_a_product_of_a_routing_that_is_there_permutes_its_rows_again(started: S
     stay, and so does what is known of the handle's height."""
     first = called(planned("moe_dispatch_gemm", capacity=40))
     run(first)
-    words = first.tensors["routing"]
+    words, version = first.tensors["routing"], first.tensors["routing"]._version
     plan = planned("moe_dispatch_gemm", routed=True)
     assert plan.shape.model_copy(update={"routed": False}) == planned("moe_dispatch_gemm").shape
     for permutes in (False, True):
@@ -430,6 +430,10 @@ def test_a_product_of_a_routing_that_is_there_permutes_its_rows_again(started: S
         tiles = WORLD * 12 * 3 // 256 + 3 * 8 // WORLD + 1
         last = len(words) - 5  # rows, refused, height and the world's mark follow it
         assert zeros == (list(range(last - 2 * tiles, last + 1)) if permutes else [])
+        assert words._version == version
+    with torch.inference_mode():
+        own = words.clone()
+    run(replace(first, plan=made, tensors={**first.tensors, "routing": own}))
 
 
 @pytest.mark.parametrize("quantises", ["bfloat16", None])

@@ -383,11 +383,12 @@ class DispatchExecutor(_Dispatches):
 
     def _permute_again(self, words: torch.Tensor) -> None:
         """Queue the reset of what a routing counts of permuted rows (kernels/moe/tables.cuh), which its
-        own dispatch did. A handle that autograd has saved is still the same."""
+        own dispatch did. To autograd the words stay the same; inference mode may have made them."""
         shape = self._plan.shape
         assert isinstance(shape, MoeShape)
         counts = 2 * most_tiles(shape, self._plan.world_size)
-        words.data[-5 - counts : -4].zero_()  # and how many groups were claimed, behind them
+        with torch.inference_mode():
+            words.data[-5 - counts : -4].zero_()  # and how many groups were claimed, behind them
 
 
 class RowsExecutor(_Dispatches):
