@@ -42,7 +42,7 @@ ID_DTYPES = (torch.int32, torch.int64)
 
 
 class MoeHandle(NamedTuple):
-    """The handle of a dispatch, which a combine in the same world takes, any number of times.
+    """The handle of a dispatch, which combines and dispatches of its world take, any number of times.
 
     ``counts`` [E/W] int64: rows of each of this rank's experts. ``routing`` int32: whose rows these
     are, in words of the accelerator's own, whose number depends on T, k, E and W alone.
