@@ -9,7 +9,6 @@ from unittest import mock
 
 import calls
 import torch
-from collective_ranks import MAIL
 from hopper_ranks import Work
 
 import mkernel
@@ -30,6 +29,8 @@ _SOME = 0x3C
 @contextmanager
 def planted(fault: str, work: Work) -> Iterator[None]:
     """Plant it in the calls of a shape that names its path: Python starts each of these."""
+    from collective_ranks import MAIL  # asks for GPUs, which a rank may only once it has its own
+
     start, call, of, world = FewRowsExecutor.start, work.call, Operands.of, mkernel.world()
     mail: list[torch.Tensor] = []
 

@@ -20,11 +20,9 @@ namespace {
 
 constexpr int kMostThreads = 1024;  // of a block, and of those on a multiprocessor
 constexpr int kWarp = 32;
-// Threads of a row. Those that have more than a vector of 16 bytes at a time need more registers. Float32 terms are of
-// few rows.
-template <class In, int kBatch>
-constexpr int kRowThreads =
-    sizeof(In) == 2 ? (kBatch == 1 ? kMostThreads : kMostThreads / 2 + kWarp) : kMostThreads / 2;
+// Threads of a row; with float32 terms, which are of few rows, they need more registers.
+template <class In>
+constexpr int kRowThreads = sizeof(In) == 2 ? kMostThreads : kMostThreads / 2;
 
 struct Args {
     Workspace workspace;
@@ -295,7 +293,7 @@ __device__ void send_row(const RowsOfSums& sums, const Row<Element, kBatch>& row
 
 // A block sends its next row before it waits for this one. Blocks without a row prefetch alone.
 template <class Element, class In, int kBatch, bool kNorm>
-__global__ void __launch_bounds__(kRowThreads<In, kBatch>, 1)
+__global__ void __launch_bounds__(kRowThreads<In>, 1)
     sum_rows_kernel(const __grid_constant__ Args args) {
     ptx::wait_for_grid_before();
     const Workspace& workspace = args.workspace;
@@ -359,7 +357,7 @@ __global__ void __launch_bounds__(kRowThreads<In, kBatch>, 1)
 // Row `index` of every part is handled by one block, and a vector of it by one thread from its first word to its last:
 // so `out` may be `from`.
 template <class Element, int kBatch>
-__global__ void __launch_bounds__(kRowThreads<Element, kBatch>, 1)
+__global__ void __launch_bounds__(kMostThreads, 1)
     sum_rows_twice_kernel(const __grid_constant__ Args args) {
     ptx::wait_for_grid_before();
     const Workspace& workspace = args.workspace;
@@ -533,39 +531,34 @@ void check(const RowsOfSums& sums) {
     }
 }
 
-// Returns the same sums, which no norm follows, as more rows of fewer columns, for more blocks: the parts of a row come
-// as soon as a multiprocessor each has moved them. Few blocks stay few (BriefBlock).
+// Returns the same few sums, which no norm follows, as more rows of fewer columns: the parts of a row come sooner if
+// several multiprocessors move them, as long as these are few (BriefBlock).
 RowsOfSums in_shorter_rows(RowsOfSums sums) {
-    constexpr std::uint32_t kColumns = 2048, kRows = 128;
-    while (sums.columns > kColumns && sums.columns % 16 == 0 && sums.rows <= kRows &&
-           (sums.rows > BriefBlock::kFewBlocks || 2 * sums.rows <= BriefBlock::kFewBlocks)) {
+    constexpr std::uint32_t kColumns = 2048;
+    while (sums.columns > kColumns && sums.columns % 16 == 0 &&
+           2 * sums.rows <= BriefBlock::kFewBlocks) {
         sums.rows *= 2;
         sums.columns /= 2;
     }
     return sums;
 }
 
-// Threads of a block: those that a row has work for, and the most that there may be.
-struct Threads {
-    std::uint32_t wanted;
-    std::uint32_t most;
-};
-
 // `rows`: those that blocks share. `each`: blocks of most threads on a multiprocessor, which has more where rows are
 // narrow.
 template <class Parameter>
 void start(const char* what, void (*kernel)(Parameter), Parameter argument, const RowsOfSums& sums,
-           std::uint32_t rows, Threads of_row, std::uint32_t each, std::uint32_t most_shared,
-           std::uint32_t shared, cudaStream_t stream) {
+           std::uint32_t rows, std::uint32_t each, std::uint32_t most_shared, std::uint32_t shared,
+           cudaStream_t stream) {
     int processors = 0;
     cuda::check(Prepared::find(reinterpret_cast<const void*>(kernel), most_shared, processors),
                 what);
     const std::uint32_t blocks = sums.blocks == 0 ? processors : sums.blocks;
-    std::uint32_t threads = std::min((of_row.wanted + kWarp - 1) / kWarp * kWarp, of_row.most);
+    const std::uint32_t most_threads = sums.unrounded ? kRowThreads<float> : kMostThreads;
+    std::uint32_t threads = std::min((sums.columns / 8 + kWarp - 1) / kWarp * kWarp, most_threads);
     // A warp more, where there is room, counts the block (BriefBlock): its fence delays nothing that is sent.
-    if (rows <= blocks) threads = std::min(threads + kWarp, of_row.most);
+    if (rows <= blocks) threads = std::min(threads + kWarp, most_threads);
     cudaLaunchConfig_t config{};
-    const std::uint32_t most = blocks * each * (of_row.most / threads);
+    const std::uint32_t most = blocks * each * (most_threads / threads);
     std::uint32_t grid = std::min(most, rows);
     if constexpr (std::is_same_v<Parameter, Args>) {
         grid = argument.sums.prefetch.blocks_beside(grid, most);
@@ -582,20 +575,9 @@ void start(const char* what, void (*kernel)(Parameter), Parameter argument, cons
     cuda::check(cudaLaunchKernelEx(&config, kernel, argument), what);
 }
 
-// Returns whether a thread has one vector of a row at most, of so many threads.
-bool are_short(const RowsOfSums& sums, std::uint32_t threads) {
-    return sums.columns / 8 <= threads;
-}
-
-// Rows whose vectors are as many as the most threads have two a thread: a warp of them would send after its fence.
-bool have_one_each(const RowsOfSums& sums) {
-    return !sums.unrounded && are_short(sums, kMostThreads - kWarp);
-}
-
-template <class In>
-Threads threads_of(const RowsOfSums& sums) {
-    if (have_one_each(sums)) return {sums.columns / 8, kRowThreads<In, 1>};
-    return {(sums.columns / 8 + 1) / 2, kRowThreads<In, 2>};
+// Returns whether a thread has one vector of a row at most.
+bool are_short(const RowsOfSums& sums) {
+    return sums.columns / 8 <= kMostThreads;
 }
 
 template <class Element, int kBatch>
@@ -608,13 +590,12 @@ auto kernel_of(const RowsOfSums& sums) {
 template <class Element>
 auto kernel_of(const RowsOfSums& sums) {
     if (sums.unrounded) return &sum_rows_kernel<Element, float, 2, true>;
-    return have_one_each(sums) ? kernel_of<Element, 1>(sums) : kernel_of<Element, 2>(sums);
+    return are_short(sums) ? kernel_of<Element, 1>(sums) : kernel_of<Element, 2>(sums);
 }
 
 template <class Element>
 auto norm_kernel_of(const RowsOfSums& sums) {
-    return are_short(sums, kMostThreads) ? &norm_rows_kernel<Element, 1>
-                                         : &norm_rows_kernel<Element, 2>;
+    return are_short(sums) ? &norm_rows_kernel<Element, 1> : &norm_rows_kernel<Element, 2>;
 }
 
 }  // namespace
@@ -649,9 +630,8 @@ void sum_rows(const Workspace& workspace, const transport::WaitLimits& limits,
     const std::uint32_t element = norm ? sizeof(float) : 0;
     start("launching sum_rows",
           sums.half ? kernel_of<__half>(sums) : kernel_of<__nv_bfloat16>(sums), args, sums,
-          sums.twice ? args.owned : sums.rows,
-          sums.unrounded ? threads_of<float>(sums) : threads_of<__half>(sums), 1,
-          element * kMostNormedColumns, element * sums.columns, stream);
+          sums.twice ? args.owned : sums.rows, 1, element * kMostNormedColumns,
+          element * sums.columns, stream);
 }
 
 void norm_rows(const RowsOfSums& sums, cudaStream_t stream) {
@@ -660,8 +640,8 @@ void norm_rows(const RowsOfSums& sums, cudaStream_t stream) {
     if (sums.rows == 0) return;
     auto* const kernel =
         sums.half ? norm_kernel_of<__half>(sums) : norm_kernel_of<__nv_bfloat16>(sums);
-    start("launching norm_rows", kernel, sums, sums, sums.rows, {sums.columns / 8, kMostThreads},
-          are_short(sums, kMostThreads) ? 2 : 1, 0, 0, stream);
+    start("launching norm_rows", kernel, sums, sums, sums.rows, are_short(sums) ? 2 : 1, 0, 0,
+          stream);
 }
 
 }  // namespace mkernel::hopper
