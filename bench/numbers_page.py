@@ -55,7 +55,7 @@ def group(one: Series) -> str:
         return "experts"
     if "attention" in ops:
         return "attention"
-    if one.source == "random":
+    if one.source in gains.DRAWN:
         return "drawn shapes"
     named = {"targets": "target sizes", "layers": "layers of models, op by op"}
     return named.get(one.source, "few rows and other sizes")
@@ -82,7 +82,7 @@ def page() -> str:
     together: dict[tuple[str, str, str], list[Series]] = {}
     for one in newest:
         name = group(one)
-        if one.source == "random":
+        if one.source in gains.DRAWN:
             name = f"{name}, {one.shapes.removeprefix('drawn, ')}"
         on = one.on if one.accelerator in ("hopper", "") else f"{one.on}, `{one.accelerator}`"
         together.setdefault((name, one.mode, on), []).append(one)

@@ -139,7 +139,8 @@ def shapes(report: Report) -> str:
     source, seed = report.spec.source, report.spec.seed
     count, known = len(_distinct(report)), sum(fitted(report).values())
     if source == "random":
-        return f"drawn, seed {seed} ({'spent' if known else 'held out'})"
+        few = f"at most {draws.FEW_ROWS} rows, " if draws.are_few_rows(report.spec.shapes) else ""
+        return f"drawn, {few}seed {seed} ({'spent' if known else 'held out'})"
     name = listed_as(report)
     named = "sizes as given" if name is None else f"`{name}`"
     if not known:

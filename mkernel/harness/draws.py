@@ -23,6 +23,8 @@ from mkernel.harness.spec import Benched, Shape
 
 MOST_DRAWS = 10_000
 ROWS = (4, 32_944)
+FEW_ROWS = 1024
+"""The most rows of draws that are compared by themselves: calls of a server."""
 COLUMNS = (256, 16_384)
 MOST_ELEMENTS = 1 << 29
 """A matrix has at most so many elements, all ranks' rows of A or of the result together: 1 GiB of
@@ -40,6 +42,7 @@ SPENT: Mapping[int, str] = MappingProxyType(
         31: "`fused` and `library.streamed` were fitted to it",
         32: "`fused` and `library.streamed` were fitted to it",
         41: "`fused` was fitted to it",
+        20261130: "of few rows; a warp of its own counts blocks since, by what was seen of it",
         20261128: "measured before ways of plans were taken away, with the constants of that time",
     }
 )
@@ -62,7 +65,17 @@ def drawn(
 def spent_sizes(ranks: int) -> Mapping[str, int]:
     """Return the M x N x K that spent seeds draw for ``ranks``, each with its seed."""
     ops: tuple[Benched, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-    return {shape.size: seed for seed in SPENT for shape in drawn(MOST_SPENT, seed, ops, ranks)}
+    return {
+        shape.size: seed
+        for seed in SPENT
+        for most in (ROWS[1], FEW_ROWS)
+        for shape in drawn(MOST_SPENT, seed, ops, ranks, most)
+    }
+
+
+def are_few_rows(shapes: Sequence[Shape]) -> bool:
+    """Return whether drawn shapes are of few rows only."""
+    return all(shape.m is not None and shape.m <= FEW_ROWS for shape in shapes)
 
 
 def _shape(chance: random.Random, op: Benched, ranks: int, most_rows: int) -> Shape:

@@ -1,8 +1,9 @@
 """Gains over peers in result files, and which results are the newest of their kind.
 
 Two results are of one kind where the same op was timed in the same mode at the same size, with the same
-operands, on as many ranks and nodes of the same card. All drawn shapes of an op are of one kind: a draw
-of another seed takes the place of the one before.
+operands, on as many ranks and nodes of the same card. All drawn shapes of an op are of one kind, or of
+two, if those of few rows were drawn by themselves: a draw of another seed takes the place of the one
+before.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from typing import Any, NamedTuple
 from mkernel.harness import conditions
 from mkernel.harness.bench_report import inputs
 from mkernel.harness.contenders import OURS
+from mkernel.harness.draws import are_few_rows
 from mkernel.harness.results import Entry, Report, Row, read
 
 WHOLE_MODELS, WHOLE_LAYERS = WHOLE = ("whole_models", "whole_layers")
 """The files of models, which ``bench/whole_models.py`` writes, and of layers of several ops, which a
 script before it wrote."""
+DRAWN = ANY_DRAWN, FEW_DRAWN = ("random", "random, of few rows")
+"""The sources of shapes that were drawn."""
 LIMITS_US = (20.0, 200.0)
 """Divide calls by the best peer's time: launch-bound ones, those in between, and long ones."""
 
@@ -165,7 +169,7 @@ def newer(one: Series, series: Iterable[Series]) -> Series | None:
 
 def of_report(file: str, report: Report) -> list[Series]:
     """Return a series for each mode of a benchmark's report."""
-    drawn = report.spec.source == "random"
+    drawn = _drawn(report)
     found = []
     for mode in report.spec.modes:
         rows = tuple(_gain(report, row, drawn) for row in report.rows if row.mode == mode)
@@ -175,8 +179,8 @@ def of_report(file: str, report: Report) -> list[Series]:
                 file=file,
                 mode=f"{mode}, launches counted" if counted else mode,
                 shapes=conditions.shapes(report),
-                held_out=drawn and not conditions.fitted(report),
-                source="random" if drawn else conditions.listed_as(report) or "",
+                held_out=drawn is not None and not conditions.fitted(report),
+                source=drawn or conditions.listed_as(report) or "",
                 inputs=inputs(report),
                 card=card(report.provenance["hardware"]),
                 accelerator=report.accelerator,
@@ -205,9 +209,16 @@ def _when(provenance: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gain(report: Report, row: Row, drawn: bool) -> Gain:
+def _drawn(report: Report) -> str | None:
+    """Return what drawn shapes are called; None: they are listed."""
+    if report.spec.source != "random":
+        return None
+    return FEW_DRAWN if are_few_rows(report.spec.shapes) else ANY_DRAWN
+
+
+def _gain(report: Report, row: Row, drawn: str | None) -> Gain:
     spec, shape = report.spec, row.shape
-    problem = "drawn" if drawn else (shape.size, shape.layout)
+    problem = drawn or (shape.size, shape.layout)
     kind = (
         shape.op, row.mode, spec.launches and row.mode == "kernel", problem, report.accelerator,
         card(report.provenance["hardware"]), report.ranks, report.nodes, report.carrier, spec.dtype,

@@ -37,7 +37,8 @@ OF_LAYERS = ("home", "values", "scales")
 QUANTISED = 2**-5
 OTHER_STEPS = 8e-3
 """As in ``mkernel/cases/moe_layer.py``, of sums that are not gated too. They are rounded to 16 bits and
-then quantised to another step: emulated, of an expert with 70 tokens and 384 features, by up to 6e-3."""
+then quantised to another step: emulated, of an expert with 70 tokens and 384 features, by up to
+6e-3."""
 WANTED: Decisions = {"moe.tuning": {"push_blocks": (8, ())}}
 """Each token goes once to each rank that has an expert of it."""
 

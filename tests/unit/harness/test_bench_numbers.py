@@ -197,16 +197,17 @@ def test_a_later_file_of_another_kind_takes_no_place(
     assert "Not repeated" not in new
 
 
-def drawn(seed: int, *times: float) -> Report:
+def drawn(seed: int, *times: float, rows_from: int = 2002) -> Report:
     """Draws of one op, by mkernel's times beside a peer's 200 us."""
     base = told()
+    shapes = tuple(
+        Shape(op="gemm_all_reduce", m=2 * place + rows_from, n=8, k=8, layout="row")
+        for place in range(len(times))
+    )
     rows = tuple(
-        made(time).rows[0].model_copy(
-            update={"shape": Shape(op="gemm_all_reduce", m=2 * place + 2, n=8, k=8, layout="row")}
-        )
-        for place, time in enumerate(times)
-    )  # fmt: skip
-    shapes = tuple(row.shape for row in rows)
+        made(time).rows[0].model_copy(update={"shape": shape})
+        for time, shape in zip(times, shapes, strict=True)
+    )
     spec = base.spec.model_copy(update={"source": "random", "seed": seed, "shapes": shapes})
     return base.model_copy(update={"spec": spec, "rows": rows})
 
@@ -217,6 +218,14 @@ def test_a_new_draw_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     old = next(line for line in text.splitlines() if line.startswith("| run0 |"))
     assert "drawn, seed 7 (spent)" in old
     assert old.endswith("| run1 |")
+
+
+def test_draws_of_few_rows_take_the_place_of_such_draws_alone(tmp_path: Path) -> None:
+    few = later(drawn(FRESH, 160, rows_from=2))
+    text = page(tmp_path, drawn(7, 100, 100, 100), few)
+    assert f"| run1 | drawn, at most 1024 rows, seed {FRESH} (held out) |" in text
+    old = next(line for line in text.splitlines() if line.startswith("| run0 |"))
+    assert not old.endswith("| run1 |")
 
 
 def test_on_one_day_a_held_out_draw_is_the_newest(tmp_path: Path) -> None:
@@ -230,7 +239,7 @@ def test_rows_without_a_ratio_are_counted_and_named(tmp_path: Path) -> None:
     lost = without_its_peer(one.rows[1], "wrong", "wrong: 3e-02")
     text = page(tmp_path, one.model_copy(update={"rows": (one.rows[0], lost, one.rows[2])}))
     assert "| nccl+cublas (2) | gemm_ar | 2 of 3 | 2.00 |" in text
-    assert "- run0, kernel: gemm_ar 4 x 8 x 8: nccl+cublas wrong: wrong: 3e-02" in text
+    assert "- run0, kernel: gemm_ar 2004 x 8 x 8: nccl+cublas wrong: wrong: 3e-02" in text
 
 
 def test_means_are_told_by_how_long_calls_take() -> None:
