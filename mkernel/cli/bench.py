@@ -284,7 +284,7 @@ def command(
         routing=_routing(routing, capacity, names),
         capacity=capacity,
         fast_accum=fast_accum,
-        norm=_norm(norm, names, mode_of_scales),
+        norm=_norm(norm, names),
         warmup=warmup,
         iterations=iterations or (_ITERATIONS if devices else _CPU_ITERATIONS),
         seed=seed,
@@ -495,12 +495,10 @@ def _routing(text: str, capacity: bool, names: Sequence[Benched]) -> Literal["un
     return cast(Literal["uniform", "zipf"], text)
 
 
-def _norm(wanted: bool, names: Sequence[Benched], scales: ScaleMode | None) -> bool:
-    """Return whether sums have a norm. ArgumentError: none of the ops is a sum, or it has scales."""
+def _norm(wanted: bool, names: Sequence[Benched]) -> bool:
+    """Return whether sums have a norm. ArgumentError: none of the ops is a sum."""
     if wanted and not {"all_reduce", "gemm_all_reduce"}.intersection(names):
         raise ArgumentError("--norm", wanted, "nothing, or all_reduce or gemm_ar beside it")
-    if wanted and scales is not None:
-        raise ArgumentError("--norm", wanted, "nothing beside --scales: normalise the result")
     return wanted
 
 

@@ -244,13 +244,21 @@ def test_sums_with_a_residual_and_a_norm(tmp_path: Path) -> None:
     for row in rows:
         for name, state in (("mkernel", "right"), ("gloo+matmul", "right"), (WRONG, "wrong")):
             assert row["entries"][name]["state"] == state, (row["shape"]["op"], row["mode"], name)
-    for why, options in (
-        ("all_reduce or gemm_ar beside it", ["ag_gemm"]),
-        ("nothing beside --scales", ["gemm_ar", "--dtype", "float8_e4m3"]),
-    ):
-        refused = bench(*options, "--norm")
-        assert refused.returncode == 2
-        assert why in refused.stderr
+    refused = bench("ag_gemm", "--norm")
+    assert refused.returncode == 2
+    assert "all_reduce or gemm_ar beside it" in refused.stderr
+
+
+def test_sums_of_scaled_products_with_a_norm(tmp_path: Path) -> None:
+    shapes, file = tmp_path / "in.json", tmp_path / "x.json"
+    shapes.write_text(json.dumps({"shapes": [{"op": "gemm_all_reduce", **PRODUCT}]}))
+    done = bench("gemm_ar", "--norm", "--dtype", "float8_e4m3", "--ranks", "2", "--accelerator",
+                 "streams", "--shapes", str(shapes), "--iterations", "2", "--warmup", "1",
+                 "--json", str(file), "--peers", "gloo+matmul")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(file.read_text())["rows"]
+    for name in ("mkernel", "gloo+matmul"):
+        assert row["entries"][name]["state"] == "right", row["entries"][name]
 
 
 def test_experts_with_a_capacity(tmp_path: Path) -> None:

@@ -77,11 +77,7 @@ class Mkernel(Contender):
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         if self._gemm is not None and not self._normed:
-            scales = {name: inputs[name] for name in _SCALES if name in inputs}
-            out = self._gemm(
-                inputs["a"], inputs["b"], out=outputs.get("out"), use_fast_accum=self.fast, **scales
-            )
-            return {"out": out}
+            return {"out": self._multiplied(inputs, out=outputs.get("out"))}
         if self.op in SUMS:
             return self._summed(inputs, outputs)
         if self.op in ("ring_attention", ATTENTION_BACKWARD):
@@ -134,8 +130,14 @@ class Mkernel(Contender):
         if self._gemm is None:
             out, new = mkernel.all_reduce(inputs["x"], **given)
         else:
-            out, new = self._gemm(inputs["a"], inputs["b"], **given)
+            out, new = self._multiplied(inputs, **given)
         return {"out": out, "residual_out": new}
+
+    def _multiplied(self, inputs: Inputs, **options: Any) -> Any:
+        """Call the GEMM op."""
+        assert self._gemm is not None
+        scales = {name: inputs[name] for name in _SCALES if name in inputs}
+        return self._gemm(inputs["a"], inputs["b"], use_fast_accum=self.fast, **scales, **options)
 
     def _attended(self, inputs: Inputs) -> Tensors:
         out, lse = mkernel.ring_attention(
