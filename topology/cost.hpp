@@ -211,10 +211,14 @@ struct Exchanges {
     std::optional<std::pair<Size, double>> brief;   // most_bytes, less_us
     std::optional<Mail> mail, mail_twice;
 
-    // One exchange: by mail where that takes it, else with flags.
+    // Returns whether one exchange goes by mail; otherwise it waits for flags.
+    bool by_mail(double nbytes, Size world) const {
+        return world > 1 && mail && mail->takes(static_cast<double>(world) * nbytes);
+    }
+
     double once_us(double nbytes, Size world) const {
         const auto ranks = static_cast<double>(world);
-        if (mail && mail->takes(ranks * nbytes)) return mail->sent_us((ranks - 1) * nbytes);
+        if (by_mail(nbytes, world)) return mail->sent_us((ranks - 1) * nbytes);
         return flags_us(nbytes, world) - saved_us(ranks * nbytes);
     }
 
@@ -225,14 +229,15 @@ struct Exchanges {
                (scattered_sums_gbs ? moved / (*scattered_sums_gbs * 1e3) : 0.0);
     }
 
+    // Returns whether all partial results of an all-reduce are so few that they go to every rank at once.
+    bool in_one(double whole, Size world) const {
+        const auto nbytes = static_cast<Wide>(std::nearbyint(whole));
+        return one_shot && nbytes <= one_shot->first && nbytes * (world - 2) <= one_shot->second;
+    }
+
     // An all-reduce: of `whole` bytes at once where that is little, else terms and then their sums.
     double reduced_us(double terms, double sums, double whole, Size world) const {
-        if (one_shot) {
-            const auto nbytes = static_cast<Wide>(std::nearbyint(whole));
-            if (nbytes <= one_shot->first && nbytes * (world - 2) <= one_shot->second) {
-                return once_us(whole, world);
-            }
-        }
+        if (in_one(whole, world)) return once_us(whole, world);
         const double by_flags = twice_by_flags_us(terms, sums, world);
         return std::min(by_flags, twice_by_mail_us(terms, sums, world));
     }

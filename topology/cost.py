@@ -58,10 +58,6 @@ class OneShot(Model):
     most_bytes: int = Field(ge=0, le=_MOST_BYTES, description="of partial results")
     most_more_bytes: int = Field(ge=0, le=_MOST_BYTES, description="of them, times W - 2")
 
-    def takes(self, nbytes: int, world: int) -> bool:
-        """Return whether partial results of ``nbytes`` are exchanged at once."""
-        return nbytes <= self.most_bytes and nbytes * (world - 2) <= self.most_more_bytes
-
 
 class BriefCalls(Model):
     """Calls that end without waiting for their peers, because they have few bytes."""
@@ -83,10 +79,6 @@ class MailCalls(SendingRates):
         description="that all ranks send to one of them, and as its own count",
     )
     exchange_us: float = Field(ge=0, description="latency of the exchange between all ranks")
-
-    def takes(self, nbytes: int) -> bool:
-        """Return whether a call that brings ``nbytes`` to a rank qualifies."""
-        return nbytes <= self.most_bytes
 
 
 class MailTwice(SendingRates):

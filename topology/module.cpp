@@ -71,6 +71,8 @@ PYBIND11_MODULE(_cost, m) {
     py::class_<Exchanges>(m, "Exchanges")
         .def(py::init(&exchanges_of), "egress_gbs"_a, "exchange_us"_a, "scattered_sums_gbs"_a,
              "one_shot"_a, "brief"_a, "mail"_a, "mail_twice"_a)
+        .def("by_mail", &Exchanges::by_mail, "nbytes"_a, "world"_a)
+        .def("in_one", &Exchanges::in_one, "nbytes"_a, "world"_a)
         .def("twice_by_mail", &Exchanges::twice_by_mail, "terms"_a, "sums"_a, "world"_a);
     py::class_<Products>(m, "Products")
         .def(py::init(&made), "tiles"_a, "streamed"_a, "loaded"_a, "splits"_a, "tile_us"_a,

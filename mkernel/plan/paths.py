@@ -297,9 +297,3 @@ def _library(
 ) -> Times:
     call = gemm_call(op, shape, dtype, partial_dtype(shape, dtype), dtype, world)
     return Times(*path.forms.apart(call, cores, constants.memory_gbs)[:3])
-
-
-def twice_by_mail(part: float, sums: float, world: int, path: PathConstants) -> bool:
-    """Return whether the two exchanges of an all-reduce go by mail. ``part`` and ``sums`` are the
-    bytes that a rank sends to each peer as terms and as sums."""
-    return path.exchanges.twice_by_mail(part, sums, world)

@@ -16,9 +16,8 @@ from mkernel.backends.accelerators.cuda.chips import ChipMachine
 from mkernel.backends.accelerators.hopper import _closed_forms
 from mkernel.backends.accelerators.hopper.schedule import TilingName, Way
 from mkernel.backends.accelerators.hopper.transfer.engines import Engines
-from mkernel.plan import paths
 from mkernel.plan.model import DTYPE_BYTES, CommonPart, DtypeName, GemmShape
-from mkernel.topology.cost import MachineConstants, OneShot, PathConstants, transfer_us
+from mkernel.topology.cost import MachineConstants, PathConstants, transfer_us
 from mkernel.topology.defaults import Sourced
 from mkernel.topology.model import Model
 
@@ -253,14 +252,19 @@ class HopperMachine(ChipMachine):
     def way(self, shape: GemmShape, product: DtypeName, world: int) -> Way:
         """Return the way in which partial results of that dtype are added on every rank."""
         nbytes = shape.m * shape.n * DTYPE_BYTES[product]
-        return "one_shot" if self.one_shot.takes(nbytes, world) else "two_shot"
+        return "one_shot" if self.in_one(nbytes, world) else "two_shot"
+
+    def in_one(self, nbytes: int, world: int) -> bool:
+        """Return whether our collectives add ``nbytes`` on every rank in one exchange."""
+        library = self.constants.library
+        assert library is not None
+        return library.exchanges.in_one(nbytes, world)
 
     def by_mail(self, nbytes: int, world: int, constants: MachineConstants | None = None) -> bool:
         """Return whether a collective of one exchange, in which a rank sends ``nbytes`` to each
         peer, is a Lamport exchange."""
         library = (constants or self.constants).library
-        mail = None if library is None else library.mail
-        return world > 1 and mail is not None and mail.takes(world * nbytes)
+        return library is not None and library.exchanges.by_mail(nbytes, world)
 
     def twice_by_mail(
         self, part: float, sums: float, world: int, constants: MachineConstants | None = None
@@ -268,7 +272,7 @@ class HopperMachine(ChipMachine):
         """Return whether an all-reduce of two exchanges uses Lamport exchanges. ``part``, ``sums``:
         bytes that a rank sends to each peer, to be added up and as sums."""
         library = (constants or self.constants).library
-        return library is not None and paths.twice_by_mail(part, sums, world, library)
+        return library is not None and library.exchanges.twice_by_mail(part, sums, world)
 
     @cached_property
     def in_parts(self) -> _closed_forms.Parts:
@@ -283,14 +287,6 @@ class HopperMachine(ChipMachine):
             how.end_us,
             self.copies.copies["put"],
         )
-
-    @property
-    def one_shot(self) -> OneShot:
-        """The one-shot limits of our collectives, whoever calls them."""
-        library = self.constants.library
-        assert library is not None
-        assert library.one_shot is not None
-        return library.one_shot
 
     def on_links_of(self, plan: CommonPart) -> Self:
         """Return a machine on which no rank sends more than the plan's links carry; itself if these

@@ -429,15 +429,15 @@ def test_two_exchanges_by_mail_are_taken_where_they_are_faster(world: int) -> No
         )  # fmt: skip
         assert both is not None
         taken = both[1].comm_us < 10.0 + sent / 100e3
-        assert paths.twice_by_mail(part, part, world, library) == taken
+        assert library.exchanges.twice_by_mail(part, part, world) == taken
         return both[1].comm_us
 
     by_flags = 10.0 + sent / 100e3
     assert comm_us(sent, 4.0) == pytest.approx(4.0 + sent / 200e3)
     assert comm_us(sent - 1, 4.0) == pytest.approx(by_flags)
     assert comm_us(sent, 10.0 + sent / 200e3) == pytest.approx(by_flags)
-    assert not paths.twice_by_mail(part, part, 1, made.library)
-    assert not paths.twice_by_mail(part, part, world, made.library)
+    assert not made.library.exchanges.twice_by_mail(part, part, 1)
+    assert not made.library.exchanges.twice_by_mail(part, part, world)
 
 
 def test_waves_of_few_rows_are_predicted() -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from shipped import constants_of
 
 from mkernel.errors import ArgumentError, InputFileError, NoRoute
+from mkernel.topology._cost import Exchanges
 from mkernel.topology.cost import (
     LinkConstants,
     MachineConstants,
-    OneShot,
     gemm_tile_us,
     gemm_us,
     load_constants,
@@ -192,9 +192,9 @@ def test_float64_is_half_as_fast_as_float32() -> None:
 
 
 def test_one_exchange_takes_up_to_its_limits() -> None:
-    few = OneShot(most_bytes=100, most_more_bytes=60)
-    assert [few.takes(n, 2) for n in (100, 101)] == [True, False]
-    assert [few.takes(n, 4) for n in (30, 31)] == [True, False]
+    few = Exchanges(1.0, 1.0, None, one_shot=(100, 60), brief=None, mail=None, mail_twice=None)
+    assert [few.in_one(n, 2) for n in (100, 101)] == [True, False]
+    assert [few.in_one(n, 4) for n in (30, 31)] == [True, False]
 
 
 def test_a_product_takes_no_less_than_its_bytes_do() -> None:

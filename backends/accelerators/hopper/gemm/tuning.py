@@ -450,9 +450,7 @@ def sums(
     predicted to be faster and the same holds."""
     nbytes = shape.m * shape.n * ELEMENT_BYTES
     sent = payloads("all_reduce", shape, "bfloat16", world)
-    brief = (
-        _MACHINE.one_shot.takes(nbytes, world) and mail.of_sums(nbytes, world) <= mail.MAIL_BYTES
-    )
+    brief = _MACHINE.in_one(nbytes, world) and mail.of_sums(nbytes, world) <= mail.MAIL_BYTES
     way: SumWay = "two_shot"
     if brief and (not normed or mail.keeps_rows(shape, world, "one_shot")):
         way = "mail"
