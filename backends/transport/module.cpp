@@ -153,11 +153,9 @@ PYBIND11_MODULE(_transport, module) {
         [](std::uintptr_t address) { return checked(address).aborted() != AbortCode::none; },
         py::arg("address"));
     module.def(
-        "pad_outcome",
+        "pad_record",
         [](std::uintptr_t address) {
-            const SignalPad pad = checked(address);
-            const AbortCode code = pad.aborted();
-            return py::make_tuple(code, pad.abort_record().diagnosis);
+            return reinterpret_cast<std::uintptr_t>(&checked(address).abort_record());
         },
         py::arg("address"));
     module.def(

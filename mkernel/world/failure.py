@@ -235,10 +235,8 @@ class FailureMonitor:
 
     def _recorded(self) -> _Record | None:
         """Return what this rank's kernels and proxy recorded as wrong; None: nothing. Any thread."""
-        for pad in self._pads:
-            if _transport.pad_aborted(pad):
-                return _transport.pad_outcome(pad)
-        records = filter(None, (each.record() for each in self.accelerators))
+        kernels = filter(None, (each.record() for each in self.accelerators))
+        records = *map(_transport.pad_record, self._pads), *kernels
         return next(filter(None, map(_transport.record_outcome, records)), None)
 
     def _own_notice(self) -> Notice | None:

@@ -243,8 +243,7 @@ class Deaf(Followed):
 
     def wait(self, timeout_s: float) -> bool:
         done = super().wait(timeout_s)
-        code, _ = _transport.pad_outcome(self._pad)
-        if code == _transport.AbortCode.none or time.monotonic() > self._end:
+        if not _transport.pad_aborted(self._pad) or time.monotonic() > self._end:
             return done
         time.sleep(min(timeout_s, 0.05))
         return False

@@ -198,7 +198,8 @@ class World:
 
     def outcome(self, rank: int) -> tuple[AbortCode, Diagnosis]:
         """Why a rank's call ended: the pad's abort record."""
-        return _transport.pad_outcome(self.ranks[rank].pad.address)
+        record = _transport.pad_record(self.ranks[rank].pad.address)
+        return _transport.record_outcome(record) or (AbortCode.none, Diagnosis())
 
     def abort(self, rank: int, code: AbortCode) -> None:
         """End a rank's call, as the world does."""

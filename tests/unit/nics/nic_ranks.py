@@ -64,7 +64,7 @@ class Rank(Port):
     def wait_abort(self) -> _transport.AbortCode:
         """Waits for the pad's abort word through a wait that nobody satisfies."""
         self.waits(SIGNALS - 1, 1 << 60)
-        return _transport.pad_outcome(self.pad)[0]
+        return _transport.record_outcome(_transport.pad_record(self.pad))[0]
 
     def fill(self, nbytes: int, offset: int = 0) -> bytes:
         """Fresh random bytes at ``offset``; returns them."""
