@@ -1,8 +1,10 @@
-// The functions by which each `bind_*.cpp` adds to the Python module. Addresses and streams are plain
+// The functions by which each `bind_*.cpp` adds to the Python module, and what they share. Addresses and streams are plain
 // integers; CudaError becomes Python's RuntimeError subclass of that name.
 #pragma once
 
 #include <pybind11/pybind11.h>
+
+#include "backends/accelerators/cuda/device.hpp"
 
 namespace mkernel::hopper {
 
@@ -19,5 +21,15 @@ void bind_products(pybind11::module_& module);
 void bind_cublas(pybind11::module_& module);
 void bind_library_starter(pybind11::module_& module);
 void bind_parts_starter(pybind11::module_& module);
+
+// Wraps `function` so that it takes a device before its other arguments, which is the current one during the
+// call.
+template <class... Arguments>
+auto on_device(void (*function)(Arguments...)) {
+    return [function](int device, Arguments... arguments) {
+        const cuda::DeviceScope scope(device);
+        function(arguments...);
+    };
+}
 
 }  // namespace mkernel::hopper

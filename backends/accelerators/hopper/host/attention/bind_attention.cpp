@@ -200,54 +200,17 @@ void bind_attention(py::module_& module) {
             attention::attend_ring(world, ring, cuda::stream_at(stream));
         },
         "device"_a, "world"_a, "ring"_a, "stream"_a, released);
-    module.def(
-        "push_keys",
-        [](int device, const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
-           bool zigzag, std::uint64_t chunk, std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            attention::push_keys(world, k, v, keys, zigzag, chunk, stream);
-        },
-        "device"_a, "world"_a, "k"_a, "v"_a, "keys"_a, "zigzag"_a, "chunk"_a, "stream"_a, released);
-    module.def(
-        "load_attention",
-        [](int device) {
-            const cuda::DeviceScope scope(device);
-            attention::load();
-        },
-        "device"_a, released);
-    module.def(
-        "put_keys",
-        [](int device, const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
-           std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            attention::put_keys(world, k, v, keys, stream);
-        },
-        "device"_a, "world"_a, "k"_a, "v"_a, "keys"_a, "stream"_a, released);
-    module.def(
-        "land_keys",
-        [](int device, const DeviceWorld& world, int source, const Keys& keys,
-           std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            attention::land_keys(world, source, keys, stream);
-        },
-        "device"_a, "world"_a, "source"_a, "keys"_a, "stream"_a, released);
-    module.def(
-        "push_piece",
-        [](int device, const DeviceWorld& world, int peer, std::uint64_t k, std::uint64_t v,
-           const Piece& piece, std::uint64_t place, std::uint32_t flag, std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            attention::push_piece(world, peer, k, v, piece, place, flag, stream);
-        },
-        "device"_a, "world"_a, "peer"_a, "k"_a, "v"_a, "piece"_a, "place"_a, "flag"_a, "stream"_a,
-        released);
-    module.def(
-        "tell",
-        [](int device, const DeviceWorld& world, int peer, std::uint32_t flag,
-           std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            attention::tell(world, peer, flag, stream);
-        },
-        "device"_a, "world"_a, "peer"_a, "flag"_a, "stream"_a, released);
+    module.def("push_keys", on_device(&attention::push_keys), "device"_a, "world"_a, "k"_a, "v"_a,
+               "keys"_a, "zigzag"_a, "chunk"_a, "stream"_a, released);
+    module.def("load_attention", on_device(&attention::load), "device"_a, released);
+    module.def("put_keys", on_device(&attention::put_keys), "device"_a, "world"_a, "k"_a, "v"_a,
+               "keys"_a, "stream"_a, released);
+    module.def("land_keys", on_device(&attention::land_keys), "device"_a, "world"_a, "source"_a,
+               "keys"_a, "stream"_a, released);
+    module.def("push_piece", on_device(&attention::push_piece), "device"_a, "world"_a, "peer"_a,
+               "k"_a, "v"_a, "piece"_a, "place"_a, "flag"_a, "stream"_a, released);
+    module.def("tell", on_device(&attention::tell), "device"_a, "world"_a, "peer"_a, "flag"_a,
+               "stream"_a, released);
     module.def(
         "await_part",
         [](int device, const DeviceWorld& world, int source, std::uint32_t flag,
@@ -257,16 +220,9 @@ void bind_attention(py::module_& module) {
                                   cuda::stream_at(stream));
         },
         "device"_a, "world"_a, "source"_a, "flag"_a, "stream"_a, released);
-    module.def(
-        "push_gradients",
-        [](int device, const DeviceWorld& world, int owner, std::uint64_t of_k, std::uint64_t of_v,
-           std::uint64_t bytes, const Keys& keys, std::uint64_t place, std::uint32_t flag,
-           std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            attention::push_gradients(world, owner, of_k, of_v, bytes, keys, place, flag, stream);
-        },
-        "device"_a, "world"_a, "owner"_a, "of_k"_a, "of_v"_a, "bytes"_a, "keys"_a, "place"_a,
-        "flag"_a, "stream"_a, released);
+    module.def("push_gradients", on_device(&attention::push_gradients), "device"_a, "world"_a,
+               "owner"_a, "of_k"_a, "of_v"_a, "bytes"_a, "keys"_a, "place"_a, "flag"_a, "stream"_a,
+               released);
     module.def(
         "merge_parts",
         [](int device, const DeviceWorld& world, const Merge& merge, std::uint32_t blocks,

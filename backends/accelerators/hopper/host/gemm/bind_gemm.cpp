@@ -283,16 +283,6 @@ void bind_few_rows(py::module_& module) {
     module.def("check_few_rows", &check_few_rows, "world"_a, "n"_a, "schedule"_a);
 }
 
-// Wraps `function` so that it takes a device before its other arguments, which is the current one during the
-// call.
-template <class... Arguments>
-auto on_device(void (*function)(Arguments...)) {
-    return [function](int device, Arguments... arguments) {
-        const cuda::DeviceScope scope(device);
-        function(arguments...);
-    };
-}
-
 }  // namespace
 
 void bind_gemm(py::module_& module) {

@@ -38,15 +38,8 @@ collectives::Parts parts_of(const std::vector<std::uint64_t>& addresses, std::ui
 void bind_parts(py::module_& module) {
     module.attr("NO_FLAG") = kNoFlag;
     const auto released = py::call_guard<py::gil_scoped_release>();
-    module.def(
-        "push_part",
-        [](int device, const DeviceWorld& world, int peer, std::uint64_t src, std::uint64_t nbytes,
-           std::uint64_t to, std::int64_t flag, std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            push_part(world, peer, src, nbytes, to, flag, stream);
-        },
-        "device"_a, "world"_a, "peer"_a, "src"_a, "nbytes"_a, "to"_a, "flag"_a, "stream"_a,
-        released);
+    module.def("push_part", on_device(&push_part), "device"_a, "world"_a, "peer"_a, "src"_a,
+               "nbytes"_a, "to"_a, "flag"_a, "stream"_a, released);
     module.def(
         "scale_results",
         [](int device, std::uint64_t products, std::uint64_t of_rows, std::uint64_t of_columns,

@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "backends/accelerators/cuda/device.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/host/moe/far_slots.hpp"
 #include "backends/accelerators/hopper/host/moe/ops.hpp"
@@ -106,82 +105,30 @@ void bind_moe(py::module_& module) {
         .value("sum_ranks", Step::sum_ranks);
 
     const auto released = py::call_guard<py::gil_scoped_release>();
-    module.def(
-        "load_moe",
-        [](int device) {
-            const cuda::DeviceScope scope(device);
-            moe::load();
-        },
-        "device"_a, released);
+    module.def("load_moe", on_device(&moe::load), "device"_a, released);
     module.def(
         "moe_route",
-        [](int device, const DeviceWorld& world, const Routing& routing, const ReportBlock& report,
-           std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            moe::route(world, routing, report, stream);
-        },
+        on_device<const DeviceWorld&, const Routing&, const ReportBlock&, Address>(&moe::route),
         "device"_a, "world"_a, "routing"_a, "report"_a, "stream"_a, released);
-    module.def(
-        "push_wanted",
-        [](int device, const DeviceWorld& world, const WantedTokens& tokens, std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            moe::push_wanted(world, tokens, stream);
-        },
-        "device"_a, "world"_a, "tokens"_a, "stream"_a, released);
-    module.def(
-        "copy_rows",
-        [](int device, const DeviceWorld& world, const DispatchedRows& rows, std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            moe::copy_rows(world, rows, stream);
-        },
-        "device"_a, "world"_a, "rows"_a, "stream"_a, released);
-    module.def(
-        "quantise_rows",
-        [](int device, const QuantisedRows& rows, std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            moe::quantise_rows(rows, stream);
-        },
-        "device"_a, "rows"_a, "stream"_a, released);
-    module.def(
-        "moe_grouped",
-        [](int device, const DeviceWorld& world, const GroupedProduct& product,
-           std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            moe::grouped(world, product, stream);
-        },
-        "device"_a, "world"_a, "product"_a, "stream"_a, released);
-    module.def(
-        "moe_home",
-        [](int device, const DeviceWorld& world, const Home& home, Step step,
-           std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            moe::bring_home(world, home, step, stream);
-        },
-        "device"_a, "world"_a, "home"_a, "step"_a, "stream"_a, released);
-    module.def(
-        "send_far",
-        [](int device, const DeviceWorld& world, Address from, const FarSlots& slots,
-           std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            send_far(world, from, slots, stream);
-        },
-        "device"_a, "world"_a, "from_"_a, "slots"_a, "stream"_a, released);
-    module.def(
-        "send_outbox",
-        [](int device, const DeviceWorld& world, std::uint64_t outbox, const FarSlots& slots,
-           std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            send_outbox(world, outbox, slots, stream);
-        },
-        "device"_a, "world"_a, "outbox"_a, "slots"_a, "stream"_a, released);
-    module.def(
-        "land_far",
-        [](int device, const DeviceWorld& world, const std::vector<FarSlots>& slots,
-           std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            land_far(world, slots, stream);
-        },
-        "device"_a, "world"_a, "slots"_a, "stream"_a, released);
+    module.def("push_wanted",
+               on_device<const DeviceWorld&, const WantedTokens&, Address>(&moe::push_wanted),
+               "device"_a, "world"_a, "tokens"_a, "stream"_a, released);
+    module.def("copy_rows",
+               on_device<const DeviceWorld&, const DispatchedRows&, Address>(&moe::copy_rows),
+               "device"_a, "world"_a, "rows"_a, "stream"_a, released);
+    module.def("quantise_rows", on_device<const QuantisedRows&, Address>(&moe::quantise_rows),
+               "device"_a, "rows"_a, "stream"_a, released);
+    module.def("moe_grouped", on_device(&moe::grouped), "device"_a, "world"_a, "product"_a,
+               "stream"_a, released);
+    module.def("moe_home", on_device(&moe::bring_home), "device"_a, "world"_a, "home"_a, "step"_a,
+               "stream"_a, released);
+    module.def("send_far", on_device(&send_far), "device"_a, "world"_a, "from_"_a, "slots"_a,
+               "stream"_a, released);
+    module.def("send_outbox", on_device(&send_outbox), "device"_a, "world"_a, "outbox"_a, "slots"_a,
+               "stream"_a, released);
+    module.def("land_far",
+               on_device<const DeviceWorld&, const std::vector<FarSlots>&, Address>(&land_far),
+               "device"_a, "world"_a, "slots"_a, "stream"_a, released);
     module.def("shares_device", &shares_device, "device"_a, "world"_a);
 }
 
