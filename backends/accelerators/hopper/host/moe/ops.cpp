@@ -46,6 +46,21 @@ std::uint64_t rows_offset(const Sizes& sizes, bool by_rank) {
     return by_rank ? aligned(places(sizes) * sizeof(float)) : 0;
 }
 
+// Returns what kernels of a dispatch's rows take alike, with or without a product.
+template <class Given>
+GroupedArgs args_of(const DeviceWorld& world, const Given& given) {
+    GroupedArgs args{};
+    args.workspace = workspace_of(world);
+    args.limits = limits_of(world);
+    args.tables = tables_of(given.sizes, given.routing);
+    args.a = reinterpret_cast<const char*>(given.a);
+    args.out = reinterpret_cast<char*>(given.out);
+    args.row_bytes = static_cast<std::int64_t>(given.row_bytes);
+    args.height = given.height;
+    args.waits = given.waits;
+    return args;
+}
+
 }  // namespace
 
 std::int64_t table_words(const Sizes& sizes) {
@@ -148,17 +163,9 @@ void push_wanted(const DeviceWorld& world, const WantedTokens& tokens, std::uint
 }
 
 void copy_rows(const DeviceWorld& world, const DispatchedRows& rows, std::uint64_t stream) {
-    GroupedArgs args{};
-    args.workspace = workspace_of(world);
-    args.limits = limits_of(world);
-    args.tables = tables_of(rows.sizes, rows.routing);
-    args.a = reinterpret_cast<const char*>(rows.a);
-    args.out = reinterpret_cast<char*>(rows.out);
+    GroupedArgs args = args_of(world, rows);
     args.out_scales = reinterpret_cast<float*>(rows.scales);
-    args.row_bytes = static_cast<std::int64_t>(rows.row_bytes);
     args.n = args.k = rows.width;
-    args.height = rows.height;
-    args.waits = rows.waits;
     copy_rows(args, static_cast<std::uint32_t>(rows.blocks), cuda::stream_at(stream));
 }
 
@@ -185,7 +192,7 @@ void load() {
 }
 
 void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint64_t stream) {
-    GroupedArgs args{};
+    GroupedArgs args = args_of(world, product);
     const auto n = static_cast<std::uint64_t>(product.n);
     const auto k = static_cast<std::uint64_t>(product.k);
     const std::uint64_t columns = product.gated ? 2 * n : n;
@@ -215,13 +222,7 @@ void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint6
     if (!product.home && !product.wide) {
         args.results = rows_at(product.out, n, 1, 0, quantised ? ElementType::e4m3 : narrow);
     }
-    args.workspace = workspace_of(world);
-    args.limits = limits_of(world);
-    args.tables = tables_of(product.sizes, product.routing);
-    args.a = reinterpret_cast<const char*>(product.a);
     args.permuted = reinterpret_cast<char*>(product.permuted);
-    args.out = reinterpret_cast<char*>(product.out);
-    args.row_bytes = static_cast<std::int64_t>(product.row_bytes);
     args.row_scales =
         reinterpret_cast<const float*>(product.a_scales == 0 ? rows + k : product.a_scales);
     args.scales_a_row = product.a_scales == 0 ? args.row_bytes / std::int64_t{sizeof(float)}
@@ -230,8 +231,6 @@ void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint6
     args.out_scales = reinterpret_cast<float*>(product.out_scales);
     args.n = product.n;
     args.k = product.k;
-    args.height = product.height;
-    args.waits = product.waits;
     args.home = product.home;
     args.keeps = !product.waits;
     args.ends = product.ends;
