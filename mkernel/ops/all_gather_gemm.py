@@ -240,19 +240,9 @@ def _and_gathered(call: GemmCall) -> tuple[Tensor, Tensor]:
     return found
 
 
-def _gathered(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    gather_dim: int,
-    out_dtype: torch.dtype | None,
-    chunk: int | None,
-    group: Group,
-    steps: Steps,
-) -> tuple[Tensor, Tensor]:
-    call = GemmCall(a, b, bias, gather_dim, None, out_dtype, True, chunk, group=group)
-    done = OP.call(call, steps).outputs
-    return done["out"], done["gathered"]
+def _gathered(**given: Any) -> tuple[Tensor, Tensor]:
+    outputs = OP.outputs(gathered=True, **given)
+    return outputs["out"], outputs["gathered"]
 
 
 def _gathered_fake(
@@ -269,9 +259,9 @@ def _gathered_fake(
     return OP.fake(a, b, gather_dim, out_dtype, ranks), OP.fake_gathered(a, gather_dim, ranks)
 
 
-def _rows_kernel(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+def _rows_kernel(**given: Any) -> Tensor:
     """Gather A alone, by a call whose product, with as few columns of b as it takes, is thrown away."""
-    return _gathered(a, b, None, out_dtype=None, **options)[1]
+    return _gathered(**given)[1]
 
 
 def _rows_fake(

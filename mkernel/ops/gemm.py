@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -290,6 +290,20 @@ class GemmOp:
             steps.wrote(overwritten)
         return Done(plan, record, outputs)
 
+    def outputs(
+        self,
+        *,
+        steps: Steps,
+        a_scale: Tensor | None = None,
+        b_scale: Tensor | None = None,
+        use_fast_accum: bool = False,
+        **given: Any,
+    ) -> Mapping[str, Tensor]:
+        """Run one call by the arguments of a registered op, and return its outputs."""
+        scaled = around.scaled(a_scale, b_scale, use_fast_accum)
+        fields = {"dim" if name == self.dim else name: each for name, each in given.items()}
+        return self.call(GemmCall(**fields, scaled=scaled), steps).outputs
+
     def result(self, call: GemmCall) -> Tensor:
         """Run one call, through torch's dispatcher where torch has to see it, and return its output.
         ArgumentError: a tensor beside scales that requires grad; and what :meth:`call` raises."""
@@ -331,16 +345,9 @@ class GemmOp:
             "out_dtype", "chunk", "path", "group", "prefetch",
         )  # fmt: skip
 
-        def kernel(
-            a_scale: Tensor | None,
-            b_scale: Tensor | None,
-            use_fast_accum: bool,
-            steps: Steps,
-            **given: Any,
-        ) -> tuple[Tensor, Tensor | None]:
-            scaled = around.scaled(a_scale, b_scale, use_fast_accum)
-            done = self.call(GemmCall(**given, scaled=scaled), steps).outputs
-            return done["out"], done.get("gathered")
+        def kernel(**given: Any) -> tuple[Tensor, Tensor | None]:
+            outputs = self.outputs(**given)
+            return outputs["out"], outputs.get("gathered")
 
         return native_op(
             f"{self.name}_into", names, (None,), kernel, range_name=self.name, local=self.localised
@@ -370,35 +377,8 @@ class GemmOp:
             save, backward: its derivative (:mod:`mkernel.ops.derivatives`).
         """
 
-        def kernel(
-            a: Tensor,
-            b: Tensor,
-            bias: Tensor | None,
-            out_dtype: torch.dtype | None,
-            chunk: int | None,
-            group: Group,
-            steps: Steps,
-            a_scale: Tensor | None = None,
-            b_scale: Tensor | None = None,
-            use_fast_accum: bool = False,
-            prefetch: Tensor | None = None,
-            **dims: int,
-        ) -> Tensor:
-            scaled = around.scaled(a_scale, b_scale, use_fast_accum)
-            call = GemmCall(
-                a,
-                b,
-                bias,
-                self.dim_of(dims),
-                None,
-                out_dtype,
-                chunk=chunk,
-                scaled=scaled,
-                prefetch=prefetch,
-                group=group,
-            )
-            found: Tensor = self.call(call, steps).outputs["out"]
-            return found
+        def kernel(**given: Any) -> Tensor:
+            return self.outputs(**given)["out"]
 
         def fake(
             a: Tensor,
@@ -406,12 +386,10 @@ class GemmOp:
             bias: Tensor | None = None,
             *,
             out_dtype: torch.dtype | None = None,
-            chunk: int | None = None,
-            prefetch: Tensor | None = None,
             group: str,
-            **dims: int,
+            **options: Any,
         ) -> Tensor:
-            return self.fake(a, b, self.dim_of(dims), out_dtype, current(group).size)
+            return self.fake(a, b, self.dim_of(options), out_dtype, current(group).size)
 
         def scaled_fake(
             a: Tensor,

@@ -30,7 +30,6 @@ from mkernel.ops.quantised import (
     results_of,
 )
 from mkernel.ops.registration import called, native_op, ops, register
-from mkernel.ops.steps import Steps
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -249,30 +248,15 @@ def _localised(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kernel(
-    a: Tensor,
-    b: Tensor,
+    *,
     norm_weight: Tensor,
     residual: Tensor | None,
-    bias: Tensor | None,
-    *,
     eps: float,
-    chunk: int | None,
-    group: Group,
-    steps: Steps,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    prefetch: Tensor | None = None,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-    use_fast_accum: bool = False,
     quantises: bool = False,
+    **given: Any,
 ) -> tuple[Tensor, ...]:
-    call = GemmCall(
-        a, b, bias, 0, out, out_dtype, chunk=chunk, prefetch=prefetch, group=group,
-        norm=Normed(residual, norm_weight, eps, quantises),
-        scaled=scaled(a_scale, b_scale, use_fast_accum),
-    )  # fmt: skip
-    return normalised_results(OP.call(call, steps).outputs)
+    norm = Normed(residual, norm_weight, eps, quantises)
+    return normalised_results(OP.outputs(norm=norm, **given))
 
 
 _INTO = native_op(
@@ -308,7 +292,8 @@ def _fake_quantised(*given: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor
 
 
 OP.register(derivatives.save_reduce, derivatives.reduce_backward)
-register(
+_register = partial(register, flops=OP.flops, range_name=OP.name, local=_localised)
+_register(
     "gemm_all_reduce_norm(Tensor a, Tensor b, Tensor norm_weight, Tensor? residual=None, "
     "Tensor? bias=None, *, float eps=1e-06, ScalarType? out_dtype=None, int? chunk=None, "
     "Tensor? prefetch=None, str group) -> (Tensor, Tensor)",
@@ -316,29 +301,20 @@ register(
     _fake,
     derivatives.save_norm,
     derivatives.norm_backward,
-    flops=OP.flops,
-    range_name=OP.name,
-    local=_localised,
 )
-register(
+_register(
     "gemm_all_reduce_norm_scaled(Tensor a, Tensor b, Tensor norm_weight, Tensor? residual, "
     "Tensor? bias, Tensor a_scale, Tensor b_scale, *, bool use_fast_accum=False, "
     "float eps=1e-06, ScalarType? out_dtype=None, int? chunk=None, Tensor? prefetch=None, "
     "str group) -> (Tensor, Tensor)",
     _kernel,
     _fake,
-    flops=OP.flops,
-    range_name=OP.name,
-    local=_localised,
 )
-register(
+_register(
     "gemm_all_reduce_norm_quantised(Tensor a, Tensor b, Tensor norm_weight, "
     "Tensor? residual=None, Tensor? bias=None, Tensor? a_scale=None, Tensor? b_scale=None, *, "
     "bool use_fast_accum=False, float eps=1e-06, int? chunk=None, Tensor? prefetch=None, "
     "str group) -> (Tensor, Tensor, Tensor)",
     partial(_kernel, quantises=True),
     _fake_quantised,
-    flops=OP.flops,
-    range_name=OP.name,
-    local=_localised,
 )
