@@ -12,6 +12,7 @@ import pytest
 from torch.distributed import HashStore
 
 from mkernel import failure_record
+from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.backends.transport import _transport
 from mkernel.errors import ArgumentError, NicError, PeerFailure, Timeout
 from mkernel.world.failure import FailureMonitor
@@ -125,15 +126,25 @@ def test_what_a_failure_led_to_is_not_its_cause(kept: list[dict[str, Any]]) -> N
         monitor.raise_first_cause(own)
 
 
-def test_an_own_failure_is_told_as_long_as_nobody_told_one(kept: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("by_pad", [False, True])
+def test_an_own_failure_is_told_as_long_as_nobody_told_one(
+    kept: list[dict[str, Any]], by_pad: bool
+) -> None:
     monitor = alone()
     assert monitor._own_notice() is None
     who = _transport.Diagnosis()
     who.peer = 1
     record = ctypes.create_string_buffer(_transport.RECORD_BYTES)
+    pad = HostMemory.create(_transport.pad_bytes(1))
+    _transport.pad_format(pad.address, 1)
+    monitor._pads.append(pad.address)
     monitor.accelerators += [Mock(record=lambda: 0), Mock(record=lambda: ctypes.addressof(record))]
     assert monitor._own_notice() is None
-    _transport.record_failure(ctypes.addressof(record), _transport.AbortCode.peer_failure, who)
+    code = _transport.AbortCode.peer_failure
+    if by_pad:
+        _transport.pad_abort(pad.address, code, who)
+    else:
+        _transport.record_failure(ctypes.addressof(record), code, who)
     found = monitor._own_notice()
     assert found is not None
     assert (found.kind, found.rank) == ("PeerFailure", 1)
