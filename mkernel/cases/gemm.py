@@ -106,7 +106,7 @@ class GemmCase(Case):
     ) -> dict[str, torch.Tensor]:
         """Return a and b of ``rank``, their scales, and what the call adds."""
         a = self._a(rank, world_size, iteration, into.get("a"))
-        b = self.laid_out(self._b(rank, world_size, iteration, into.get("b")))
+        b = self.laid_out(self._b(rank, iteration, into.get("b")))
         gap = self.options.get("gap", 0)
         if gap:
             a = _apart(a, gap)
@@ -141,7 +141,7 @@ class GemmCase(Case):
 
     def wide_b(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
         """Return a rank's b in float64, times its scales."""
-        b = self._b(rank, world_size, iteration).double()
+        b = self._b(rank, iteration).double()
         scale = self.scaled_with(rank, world_size, iteration).get("b_scale")
         return b if scale is None else dequantised(b, scale, torch.float64)
 
@@ -251,9 +251,7 @@ class GemmCase(Case):
         bias = self._bias(rank, iteration)
         return c if bias is None else c + times(bias.double(), columns)
 
-    def _b(
-        self, rank: int, world_size: int, iteration: int, into: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _b(self, rank: int, iteration: int, into: torch.Tensor | None = None) -> torch.Tensor:
         n, k = self.sizes["n"], self.sizes["k"]
         shared = self._shares_b
         if self.given is None:

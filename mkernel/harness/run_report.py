@@ -236,7 +236,7 @@ def render(report: RunReport, *, measured_constants: bool = False) -> Renderable
         f"  {_found(check)}, {len(check.error_by_rank)} ranks",
         _carrier(report),
     )
-    return Group(table, Text(legend, style="dim"), Text(_gain(*clocks[0])), verdict)
+    return Group(table, Text(legend, style="dim"), Text(_gain(clocks[0][2])), verdict)
 
 
 _NOISY = "noise"
@@ -244,7 +244,7 @@ _NO_GAIN = 1.005
 """A speed-up below this is none, as it is shown."""
 
 
-def _gain(name: str, where: str, each: Clock) -> str:
+def _gain(each: Clock) -> str:
     """Return what overlap gains by a clock, in a sentence."""
     parts = {"compute": each.compute_only_ms, "communication": each.comm_only_ms}
     shorter = min(parts, key=lambda part: parts[part])

@@ -22,10 +22,10 @@ class TwoGenerationCache(dict[K, V | None]):
     generations move on, a use of a key changes nothing; ``forgets`` is called when they do.
     """
 
-    def __init__(self, most: int = MOST, forgets: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, most: int = MOST) -> None:
         super().__init__()
         self.most = most
-        self.forgets = forgets
+        self.forgets: Callable[[], None] = lambda: None
         self._before: dict[K, V | None] = {}
 
     def __missing__(self, key: K) -> V | None:

@@ -115,7 +115,7 @@ def test_more_than_all_of_a_part_is_not_hidden() -> None:
     ],
 )
 def test_what_overlap_gains_is_a_sentence(clock: tuple[float, ...], said: str) -> None:
-    assert said in report._gain("modelled", "", report.clock(*clock))
+    assert said in report._gain(report.clock(*clock))
 
 
 NAN, INFINITY = float("nan"), float("inf")

@@ -275,7 +275,6 @@ void bind_few_rows(py::module_& module) {
             },
             "number"_a, "timeout_s"_a, "tensors"_a, "stream"_a, "prefetch"_a = Prefetch{},
             py::call_guard<py::gil_scoped_release>());
-    module.attr("MOST_FEW_ROWS") = kMostFewRows;
     module.attr("MOST_SPLITS") = kMostSplits;
     module.attr("FEW_COLUMNS") = kFewColumns;
     module.attr("FEW_DEPTH_BYTES") = kFewDepthBytes;
