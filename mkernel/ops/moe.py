@@ -466,8 +466,8 @@ def moe_combine(
     add nothing, whatever their weight.
 
     Args:
-        y: [R, D], one row for each row of the dispatch's outputs, in its order; D is free. Of a
-            dispatch with a capacity [capacity, D].
+        y: [R, D], one row for each row of the dispatch's outputs, in its order; D is free. After
+            a dispatch with a capacity R is the capacity.
         handle: of the dispatch.
         topk_weights: [T, k], floating point; used as float32, of float64 y as float64.
         out_dtype: of the result; default: that of ``y``.

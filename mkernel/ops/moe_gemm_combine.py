@@ -155,8 +155,8 @@ def moe_gemm_combine(
     what travels is rounded to ``partial_dtype``, and the sum of that to ``out_dtype``.
 
     Args:
-        h: [R, I], one row for each row of the dispatch's outputs, in its order. Of a dispatch with a
-            capacity [capacity, I], of which rows that are nobody's are not read.
+        h: [R, I], one row for each row of the dispatch's outputs, in its order. After a dispatch with
+            a capacity R is the capacity, and rows that are nobody's are not read.
         w2: [E/W, I, H], weights of this rank's experts; contiguous, or the transpose of a contiguous
             [E/W, H, I].
         handle: of the dispatch; any number of times.

@@ -175,10 +175,10 @@ def ring_attention(
         chunk: positions a communication chunk; default: the planner's choice.
         cu_seqlens: [N + 1] int32, for N documents that are packed into the sequence: where each begins,
             from 0 to S, and none before the one before it. A position then sees positions of its own
-            document alone. Of all positions of the sequence, of every one of the batch alike, and the
-            same on every rank; on the CPU, where values are checked, or on q's device. How the sequence
-            is split does not depend on it. Only where the accelerator takes it (``documents`` of its
-            capabilities).
+            document alone. The values count positions of the whole sequence, hold for every one of the
+            batch, and are the same on every rank; they lie on the CPU, where they are checked, or
+            on q's device. How the sequence is split does not depend on them. Accelerators whose
+            capabilities have ``documents`` take it.
         return_lse: also return the log-sum-exp of the scaled scores.
         group: names the world; None: the default one.
 

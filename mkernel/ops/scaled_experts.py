@@ -1,5 +1,5 @@
 """The e4m3 operands of MoE ops: rows [R, K] and experts' weights [E/W, K, N], with float32 scales
-[R, K / 128] and [E/W, K / 128, N / 128], N / 128 rounded up. Rows in 16 bits the launch quantises."""
+[R, K / 128] and [E/W, K / 128, N / 128], N / 128 rounded up. The launch quantises rows in 16 bits."""
 
 from __future__ import annotations
 

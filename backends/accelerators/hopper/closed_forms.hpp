@@ -24,7 +24,7 @@ struct Curve {
     Size blocks;
     std::vector<std::pair<Size, double>> points;  // at least two: bytes, microseconds
 
-    // On the line through the two nearest points; below the first point, that point's time.
+    // Returns the time on the line through the two nearest points; below the first point, that point's.
     double microseconds(Wide nbytes) const {
         std::size_t at = 1;
         while (at + 1 < points.size() && points[at].first < nbytes) ++at;

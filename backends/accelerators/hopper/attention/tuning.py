@@ -1,6 +1,6 @@
 """The schedule of ring attention, and its predicted time.
 
-Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
+All functions are pure: they read a plan's sizes and ``machine.json`` (:mod:`.machine`).
 
 Three ways exist. Calls of cuDNN on parts are the default; from ``core_rows`` rows of a rank on our
 own kernel (``kernels/attention/core.hpp``) computes the parts instead. One kernel for the whole call

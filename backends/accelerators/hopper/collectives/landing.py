@@ -23,8 +23,8 @@ third it takes the second."""
 
 
 def wanted(plan: LaunchPlan) -> int:
-    """Return the bytes of memory for outputs of an AllReduce; 0: its calls announce no places. The
-    same on all ranks."""
+    """Return the bytes of memory for outputs of an AllReduce; 0: its calls announce no places. All
+    ranks get the same number."""
     nbytes = _result_bytes(plan)
     if plan.nodes > 1 or plan.world_size == 1 or nbytes < LEAST_BYTES:
         return 0

@@ -2,7 +2,7 @@
 and the most that a call may send.
 
 A word of a rank's mail area that is zero has not arrived yet; senders write +0 as -0, so neither
-fence nor flag follows the data. Pure functions of a plan's sizes.
+fence nor flag follows the data. All functions are pure: they read a plan's sizes alone.
 """
 
 from __future__ import annotations

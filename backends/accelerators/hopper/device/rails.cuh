@@ -1,5 +1,5 @@
 // The pattern of exchange between nodes, directly or hierarchically: which rank exchanges what with which.
-// Plain arithmetic, for host and device.
+// What this file computes is plain arithmetic, for host and device.
 //
 // Ranks count node by node, `local` on each. The *rail* of a rank is formed by the ranks that have its place
 // in their nodes. Directly, every pair of ranks of two nodes exchanges by the NIC. Hierarchically only the

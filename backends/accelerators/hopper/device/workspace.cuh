@@ -1,5 +1,5 @@
 // The symmetric workspace of a world as kernels see it: one allocation of the same size on each GPU, those
-// of this node's ranks mapped here. Ranks of other nodes are reached through `network`. Passed to kernels
+// of this node's ranks mapped here. Ranks of other nodes are reached through `network`. Kernels take it
 // by value.
 //
 // Layout, the same on every rank:

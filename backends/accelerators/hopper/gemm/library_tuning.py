@@ -1,7 +1,7 @@
 """The schedule of GEMM ops of 16-bit operands on the library path: one product and one collective,
 or parts. Those of e4m3 operands are in :mod:`.scaled_tuning`.
 
-Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
+All functions are pure: they read a plan's sizes and ``machine.json`` (:mod:`.machine`).
 
 Whether a product runs whole or in parts decides which kernel of the library multiplies a row, so the
 bits of a result may differ between the two; the order of sums is the same.

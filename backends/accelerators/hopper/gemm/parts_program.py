@@ -117,8 +117,8 @@ class RecordedCall(Exchanges):
 
 class _Rows:
     """Rows of a tensor of each call, from ``first`` on, without memory: torch's own tensors without
-    memory take their host ten times as long. Bytes: of the columns of a row, from a row to the next
-    one, and of an element."""
+    memory take their host ten times as long. ``_row``, ``_pitch`` and ``_itemsize`` count bytes: of a
+    row's columns, from a row to the next one, and of an element."""
 
     __slots__ = ("_height", "_itemsize", "_name", "_pitch", "_row", "first")
 

@@ -1,7 +1,7 @@
 """The predicted times and the schedules of GEMM ops whose library's products run in parts beside
 copy engines (:mod:`.gather_parts`, :mod:`.reduce_parts`).
 
-Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
+All functions are pure: they read a plan's sizes and ``machine.json`` (:mod:`.machine`).
 """
 
 from __future__ import annotations

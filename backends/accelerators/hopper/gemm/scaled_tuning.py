@@ -1,7 +1,7 @@
 """The schedule of GEMM ops of e4m3 operands on the library path: one product and one collective, or
 parts. It also predicts the time of the fused path, whose schedules :mod:`.gemm.tuning` makes.
 
-Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
+All functions are pure: they read a plan's sizes and ``machine.json`` (:mod:`.machine`).
 
 ``wgmma`` adds e4m3 products with about 14 bits, as cuBLAS does with ``use_fast_accum``. Calls that
 ask for float32 sums take tiles that add every step of K up in float32 (``promoted``).

@@ -1,7 +1,7 @@
 """The schedule of the GEMM ops: tile sizes, chunks, who pushes them, bands, exchanges.
 
-Pure functions of a plan's sizes. The numbers come from ``machine.json`` (:mod:`.machine`), which
-states where each was measured; they change times, never results.
+All functions are pure: they read a plan's sizes and ``machine.json`` (:mod:`.machine`), which
+states where each number was measured; these numbers change times, never results.
 
 Copy engines or blocks of the kernel push rows. A copy engine costs no multiprocessor, but each copy
 takes microseconds to start, and a rank starts W - 1 of them; blocks start at once and publish small

@@ -3,7 +3,7 @@
 //
 // A call is `begin(stream)`, the call's work, `end(stream)`. While a stream is being captured into a graph,
 // calls are ordered among those of that capture; the user orders a graph's replays and other calls, by
-// streams. Used by one thread at a time. Streams are plain integers.
+// streams. One thread at a time uses it. Streams are plain integers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -26,7 +26,7 @@ class CallOrder {
     ~CallOrder();
 
     // Announces each call to the carrier of what calls put to other nodes; null: to nobody. The carrier
-    // outlives this object, or its place here.
+    // must live until this object is destroyed or announces to another one.
     void announce_to(const transport::FifoHandle* fifo) { fifo_ = fifo; }
 
     // Orders everything queued on `stream` from here on after the previous call.
@@ -37,7 +37,7 @@ class CallOrder {
     // Makes `stream` go on only after everything queued on the second one.
     void join(std::uint64_t stream);
 
-    // The same with a third stream, for kernels, whose blocks go before those of `stream`.
+    // Do the same with a third stream, for kernels, whose blocks go before those of `stream`.
     std::uint64_t fork_kernels(std::uint64_t stream);
     void join_kernels(std::uint64_t stream);
 

@@ -1,5 +1,5 @@
-// Starts calls of one plan without Python: the backend's side of contracts/call_starter.h. Made by the
-// plan's executor, for one way of laying out `out`.
+// Starts calls of one plan without Python: the backend's side of contracts/call_starter.h. The
+// plan's executor makes one for each way of laying out `out`.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -51,7 +51,7 @@ class CallStarter {
     static void prefetch_in(const pybind11::capsule& starter, std::uint32_t nbytes);
 
   protected:
-    // Queues the call's work, between the world's calls before and after it. With the GIL held.
+    // Queues the call's work, between the world's calls before and after it. The caller holds the GIL.
     virtual void queue(const MkernelCall& call) = 0;
 
     // Returns the bytes that the kernels of a call prefetch.

@@ -23,7 +23,7 @@ struct DeviceWorld {
     std::uint32_t call;
 };
 
-// Returns the kernels' view of it. At most kMaxRanks workspaces.
+// Returns the kernels' view of it, which has room for kMaxRanks workspaces.
 inline Workspace workspace_of(const DeviceWorld& world) {
     Workspace workspace{};
     for (std::size_t rank = 0; rank < world.workspaces.size(); ++rank) {

@@ -1,6 +1,6 @@
 """The schedule of the MoE ops.
 
-Pure functions of a plan's sizes and of ``machine.json`` (:mod:`.machine`).
+All functions are pure: they read a plan's sizes and ``machine.json`` (:mod:`.machine`).
 
 Tokens travel within a node in one of two ways. Copy engines bring all of them to every rank and take
 no multiprocessor; with two to four ranks and top-8 that is hardly more than what is wanted. A kernel

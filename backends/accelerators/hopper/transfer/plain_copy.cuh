@@ -1,6 +1,6 @@
 // The plain engine: all threads load and store 16 bytes at a time.
 //
-// Any addresses, any size. Where source and destination do not lie alike within 16 bytes, stores
+// It takes any addresses and any size. Where source and destination do not lie alike within 16 bytes, stores
 // are still whole and loads are still aligned: each warp shifts the loaded bytes by the difference (about a
 // third slower). Nothing outside of the source is read, nothing outside of the destination written; the ends
 // go byte by byte.

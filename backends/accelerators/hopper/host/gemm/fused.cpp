@@ -135,7 +135,7 @@ std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, 
 
 std::size_t gemm_reduce_bytes(int world, int local, int rows, int n, Tiling tiling, bool by_outbox,
                               bool gathers) {
-    // Numbered as TileFlags of the kernel numbers them.
+    // The kernel's TileFlags numbers flags like this.
     check_flags((gathers ? 2 : 1) * tiles_of(rows, n, tiling) * (world - 1));
     if (local == 1) return kDataOffset;  // everything goes through the area for other nodes
     const std::size_t owned = static_cast<std::size_t>(rows) * n * kElementBytes;

@@ -29,7 +29,7 @@ struct GemmTensors {
 enum class Scaling : std::uint8_t { none, by_rows, single };
 
 // C [.., n] = A [.., k] @ B (+ bias), with A and C row-major. B: [k, n], or [n, k] (`n_major` false).
-// The planner's choices: tile width, band, blocks.
+// The planner chooses tiling, band and blocks.
 struct Product {
     GemmTensors tensors;
     int n, k;
@@ -92,8 +92,8 @@ RowScales row_scales(const Product& product, int rows);
 
 // Copies the own rows, and ahead of them their scales, into every peer's workspace, the rank before this one
 // first, and then the epoch into their flags: whole shards, except the last peer's chunk by chunk or slice by
-// slice, since only the end of the last shard is ever waited for. On the copy engines; `stream` must come
-// after the end of the previous call. At most kEpochCopies flags.
+// slice, since only the end of the last shard is ever waited for. Copy engines do it; `stream` must come
+// after the end of the previous call. There may be at most kEpochCopies flags.
 void push_rows(const DeviceWorld& world, std::uint64_t rows, std::uint64_t row_bytes,
                const AllGatherSchedule& schedule, std::uint64_t stream,
                const RowScales& scales = {});

@@ -1,11 +1,11 @@
-// The MoE ops as the host starts them: tensors and the world in, kernels on streams out. Nothing here
-// waits for the device.
+// The MoE ops as the host starts them: each function takes tensors and the world, and queues kernels on a stream.
+// Nothing here waits for the device.
 //
 // The data area of a rank's workspace in a dispatch: tokens of all ranks [W, tokens, hidden], their ids
 // [W, tokens, top_k] int32, scratch. Flag s: tokens of rank s are there; flag W + s: its ids are. The data
 // area for results that come home: weights of all ranks [W, tokens, top_k] float32 where sums come by rank,
-// then the results [tokens, top_k, width], or [W, tokens, width] by rank. Flag s: weights of rank s; flag W +
-// s: its results.
+// then the results [tokens, top_k, width], or [W, tokens, width] by rank. Flag s: weights of rank s are
+// there; flag W + s: its results are.
 #pragma once
 
 #include <cstdint>
@@ -67,8 +67,8 @@ class ReportBlock {
     Report* report_ = nullptr;
 };
 
-// `routing`: address of the handle's words, 16-byte aligned. The others as in RoutingArgs; `row_bytes`: of
-// a token.
+// `routing`: address of the handle's words, 16-byte aligned. The others are those of RoutingArgs; `row_bytes`:
+// of a token.
 struct Routing {
     Sizes sizes;
     std::uint64_t routing, ids, counts, row_bytes;
@@ -97,7 +97,7 @@ struct DispatchedRows {
 };
 void copy_rows(const DeviceWorld& world, const DispatchedRows& rows, std::uint64_t stream);
 
-// Rows of e4m3 experts as in QuantiseArgs.
+// Rows of e4m3 experts; QuantiseArgs describes the fields.
 struct QuantisedRows {
     std::uint64_t x, scales, out;
     std::int32_t rows, width, row_bytes;

@@ -9,7 +9,7 @@
 //   workspace  ──loader──▶ tiles of rank r + 1's rows, then r + 2's, ...: as soon as the flags of the
 //                        chunks that a tile's rows lie in hold the epoch
 //   tiles    ──storer──▶ out
-// Between nodes besides, by the pushing blocks:
+// Between nodes the pushing blocks also send:
 //   a (own rows) ──loader──▶ own area ──NIC──▶ rows r of the area of every rank of another node; there
 //   the arrivals ──multipliers of block 0──▶ flags; or, where the area is staged in host memory,
 //   area ──storer──▶ rows s of the workspace, and their flag
@@ -20,7 +20,7 @@
 // No rank waits for ever. A pushing block waits for no block that has tiles: its loader waits for slots of
 // the FIFO alone, its multipliers for loaders of pushing blocks of other nodes, its storer for those two.
 // Data from another node is therefore passed on whatever tiles the ranks of the node wait for.
-// Flag of slice i of chunk c of rank s: (s * chunks + c) * slices + i. Copy engines take no SM but start late;
+// Slice i of chunk c of rank s has flag (s * chunks + c) * slices + i. Copy engines take no SM but start late;
 // blocks start at once and publish small chunks.
 // With e4m3 operands a tile's sums are multiplied by their scales in registers, before the bias is added and
 // before they are rounded. The scales of a rank's rows travel ahead of a chunk's flag, into the workspace

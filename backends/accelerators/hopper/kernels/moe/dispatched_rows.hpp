@@ -13,7 +13,7 @@ namespace mkernel::hopper::moe {
 
 // Copies the rows whose product with unit weights `args` describes: `out` is [height, k], `out_scales`
 // [height, k / 128] float32 of e4m3 rows, null of 16-bit ones; rows that have no token are zeroed, with scales
-// of 1. Of the weights and the maps nothing is read. On `blocks` blocks of the current device's `stream`; may be
+// of 1. Weights and maps are not read. Queues `blocks` blocks on the current device's `stream`; may be
 // captured. The push of own tokens must not wait for a multiprocessor behind it. CudaError.
 void copy_rows(const GroupedArgs& args, std::uint32_t blocks, cudaStream_t stream);
 

@@ -70,7 +70,7 @@ template <class Element>
 cudaError_t launch_grouped(const GroupedArgs& args, GroupedVariant variant, int blocks,
                            cudaStream_t stream);
 
-// The same of e4m3 operands. Results that are float32 or quantised are __nv_bfloat16's.
+// Does the same with e4m3 operands. Results that are float32 or quantised are __nv_bfloat16's.
 template <class Element>
 cudaError_t launch_grouped_e4m3(const GroupedArgs& args, GroupedVariant variant, int blocks,
                                 cudaStream_t stream);

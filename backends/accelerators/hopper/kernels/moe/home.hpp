@@ -1,10 +1,10 @@
 // Results of experts on their way home, and their sums there.
 //
-// By slot, data flow of one call on rank r:
+// By slot, the data of one call flow on rank r like this:
 //   y ──send_rows (or the grouped product itself)──▶ place of each row in the workspace of its rank,
 //        [tokens, top_k, width] there; then flag W + r of every rank
 //   those of all ranks ──sum_slots──▶ out: of each token in the order of its slots
-// By rank:
+// By rank they flow like this:
 //   y, weights of all ranks ──sum_rows──▶ of each token that has rows here, their weighted sum, in the order
 //        of slots ──▶ the workspace of its rank, [W, tokens, width] there; then flag W + r
 //   those of all ranks ──sum_ranks──▶ out: of each token in the order of ranks

@@ -12,7 +12,7 @@
 namespace mkernel::hopper::moe {
 
 // The rows x [rows, width], packed, `width` a multiple of 128, and where they go: [rows, row_bytes], `row_bytes` a
-// multiple of 16, the padding zeros. All aligned to 16 bytes.
+// multiple of 16, the padding zeros. All addresses are aligned to 16 bytes.
 struct QuantiseArgs {
     const char* x;
     const float* scales;  // of e4m3 x: [rows, width / 128]; null: x has 16 bits, and is quantised

@@ -1,5 +1,5 @@
-// The tables that a dispatch leaves of its routing: 32-bit words on the device, which later calls read. Plain
-// arithmetic, for host and device.
+// The tables that a dispatch leaves of its routing: 32-bit words on the device, which later calls read. What
+// this file computes is plain arithmetic, for host and device.
 //
 // A *place* is (source rank, token, slot of top-k), counted in that order; a rank's *rows* are the places
 // whose expert it has, by expert, then place. Words, of P places and E experts of this rank:
