@@ -197,7 +197,7 @@ def test_limits_are_those_of_the_kernels(made: Any) -> None:
         made.MAIL_BYTES,
         made.MOST_NORMED_COLUMNS,
     )
-    assert made.MAX_RANKS == MOST_RANKS
+    assert made.MOST_RANKS == MOST_RANKS
 
 
 def test_wrong_arguments_are_named(made: Any) -> None:

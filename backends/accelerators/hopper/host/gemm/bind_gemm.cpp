@@ -189,7 +189,6 @@ void bind_data(py::module_& module) {
                 return world;
             },
             "number"_a, "timeout_s"_a);
-    module.attr("MAX_RANKS") = kMaxRanks;
     module.attr("NETWORK_WORDS") = kNetworkWords;
     py::class_<GemmTensors>(module, "GemmTensors")
         .def(py::init(&gemm_tensors), "a"_a, "b"_a, "out"_a, "bias"_a = 0, "a_pitch"_a = 0,
