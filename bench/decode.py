@@ -21,28 +21,22 @@ Exit code 1 where a result is wrong or a bar is missed; times count on GPUs only
 
 from __future__ import annotations
 
-import argparse
-import gc
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import graphs
 import llama
-import results_file
 import torch
-import whole_models
-from torch import Tensor, distributed, profiler
+import turns
+from torch import Tensor, distributed
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
-from torch_group import default_group
-from whole_models import PEERS_ENVIRONMENT, Contender, Place
+from turns import E4M3, LIMIT, Call, Place
 
 import mkernel
 from mkernel.harness.contenders import flash_infer
 from mkernel.harness.contenders.symm_mem import group_name
-from mkernel.launch import report
 
 SIZES = "70b:1,70b:8,70b:32,70b:128,8b:1,8b:8,8b:32,8b:128"
 LAYERS = {"70b": 8, "8b": 16, "tiny": 2}
@@ -53,10 +47,7 @@ BARS = {("70b", 8): 5.0, ("70b", 32): 8.0, ("70b", 128): 15.0, ("8b", 8): 6.0, (
 ENDINGS = ("nccl", "one-shot", "two-shot", "flashinfer", "mkernel", "prefetch", "none")
 OURS = ("mkernel", "prefetch")
 EPS, SEED = 1e-5, 20261130
-E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
-LIMIT = {torch.bfloat16: 2e-2, torch.float32: 1e-5, E4M3: 8e-2}
-"""The limits of a step's relative error, by the dtype of weights."""
 
 
 class Rows(NamedTuple):
@@ -331,63 +322,41 @@ class Ours:
 
 
 def ending(name: str, model: Model, compiler: Callable[[Any], Any]) -> Any:
-    """Return an ending. RuntimeError: it cannot be had here."""
+    """Return an ending. Unfit: it cannot be had here."""
     if name in OURS:
         return Ours(name, model)
     if name == "flashinfer":
         if why := flash_infer.why_not_usable():
-            raise RuntimeError(why)
+            raise turns.Unfit(why)
         return FlashInfer(model, compiler)
     return Library(name, model, compiler)
 
 
 def of_one_row(
-    shape: Shape, names: Sequence[str], turns: int, place: Place, trace: Path | None
+    shape: Shape, names: Sequence[str], count: int, trace: Path | None, place: Place
 ) -> dict[str, Any]:
-    """Check and time all endings at one shape. Collective."""
-    cuda = place.device.type == "cuda"
-    compiler: Callable[[Any], Any] = torch.compile if cuda else lambda function: function
-    model, entries = Model(shape, place), {}
-    contenders: dict[str, Contender] = {}
-    ends = []
-    for name in names:
-        try:
-            end = ending(name, model, compiler)
-            ends.append(end)
-            call = lambda end=end: model.step(end, compiler)  # noqa: E731
-            with torch.no_grad():
-                found = call()
-                graph = graphs.captured([call]) if cuda else None
-            error = max(place.of_all(_error(found, model.wanted)))
-            if name != "none" and not error <= LIMIT[shape.dtype]:
-                raise RuntimeError(f"wrong: relative error {error:.2g}")
-        except Exception as failure:
-            lines = str(failure).splitlines() or [""]
-            entries[name] = {"failed": f"{type(failure).__name__}: {lines[0]}"}
-            continue
-        entries[name] = {"error": error}
-        contenders[name] = Contender(name, "graph", graph.replay if graph else call)
-    for name, figures in whole_models.take_turns(contenders, turns, place).items():
-        figures["turns"] = len(figures.pop("us"))
-        entries[name] |= figures
-    for name, each in contenders.items() if trace is not None else ():
-        place.wait()
-        with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as found:
-            each.call()
-            place.wait()
-        if place.rank == 0:
-            found.export_chrome_trace(str(trace / f"{shape.width}_{shape.rows}_{name}.json"))
-    contenders.clear()
-    for end in ends:
+    """Check and time all endings at one shape, ``count`` turns of each. Collective."""
+    model, ends = Model(shape, place), dict[str, Any]()
+    compiler: Callable[[Any], Any] = torch.compile if place.cuda else lambda function: function
+
+    @torch.no_grad()
+    def ready(name: str) -> tuple[Call, dict[str, Any]]:
+        end = ends[name] = ending(name, model, compiler)
+        call = partial(model.step, end, compiler)
+        error = turns.off(call(), model.wanted)
+        if name != "none" and not error <= LIMIT[shape.dtype]:
+            raise turns.Unfit(f"wrong: relative error {error:.2g}")
+        return place.captured(call), {"error": error}
+
+    makers = {name: partial(ready, name) for name in names}
+    traces = None if trace is None else f"{trace}/{shape.width}_{shape.rows}"
+    entries = turns.of_contenders(makers, count, place, traces)
+    for end in ends.values():
         end.close()
     row = {"width": shape.width, "rows": shape.rows, "layers": shape.layers,
-           "dtype": str(shape.dtype).removeprefix("torch."), "context": CONTEXT[shape.width],
-           "cuda": cuda, "contenders": entries}  # fmt: skip
+           "dtype": turns.name_of(shape.dtype), "context": CONTEXT[shape.width],
+           "cuda": place.cuda, "contenders": entries}  # fmt: skip
     return row | judged(row)
-
-
-def _error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.float() - wanted).norm() / wanted.norm())
 
 
 def bar(width: str, rows: int) -> float | None:
@@ -419,90 +388,52 @@ def judged(row: dict[str, Any]) -> dict[str, Any]:
 
 def shown(row: dict[str, Any]) -> str:
     """Return a row as lines of text."""
-    lines = [
-        f"{row['width']}, {row['rows']} rows, {row['layers']} layers, {row['dtype']}, context "
-        f"{row['context']}"
-    ]
-    for name, entry in row["contenders"].items():
-        if "failed" in entry:
-            lines.append(f"  {name:11} {entry['failed']}")
-            continue
+
+    def a_layer(name: str, entry: dict[str, Any]) -> str:
         above = row["above_us"].get(name)
-        more = "" if above is None else f"  {above:6.1f} above none"
-        lines.append(f"  {name:11} {entry['median_us'] / row['layers']:8.1f} us a layer{more}")
-    return "\n".join([*lines, f"  -> {'; '.join(row['missed']) or 'bar met'}"])
+        more = "" if above is None else f", {above:.1f} above none"
+        return f"  {entry['median_us'] / row['layers']:.1f} a layer{more}"
+
+    return "\n".join([
+        f"{row['width']}, {row['rows']} rows, {row['layers']} layers, {row['dtype']}, context "
+        f"{row['context']}",
+        *turns.shown(row, a_layer),
+        f"  -> {'; '.join(row['missed']) or 'bar met'}",
+    ])  # fmt: skip
 
 
-def of_one_rank(
-    shapes: Sequence[Shape], names: Sequence[str], turns: int, cuda: bool, trace: Path | None
-) -> list[dict[str, Any]]:
-    """Measure all shapes; rank 0 reports each row as it is done."""
-    rows = []
-    with default_group(cuda):
-        place = Place(cuda)
-        torch._dynamo.config.recompile_limit = 64
-        for shape in shapes:
-            row = of_one_row(shape, names, turns, place, trace)
-            rows.append(row)
-            if place.rank == 0:
-                report(row)
-            gc.collect()
-            if cuda:
-                torch.cuda.empty_cache()
-    return rows
-
-
-def shapes_of(text: str, layers: int | None, dtypes: str) -> tuple[Shape, ...]:
-    """Read ``WIDTH:ROWS,...``. ValueError: it is none."""
-    found = []
-    for dtype in dtypes.split(","):
-        for each in text.split(","):
-            width, _, rows = each.partition(":")
-            if width not in LAYERS:
-                raise ValueError(f"{each}: widths are {', '.join(LAYERS)}")
-            found.append(Shape(width, int(rows), layers or LAYERS[width], getattr(torch, dtype)))
-    return tuple(found)
+def rows(
+    place: Place, shapes: Sequence[Shape], names: Sequence[str], count: int, trace: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Measure all shapes."""
+    for shape in shapes:
+        yield of_one_row(shape, names, count, trace, place)
 
 
 def main() -> int:
     """Print each row as it is done; 1 where a result is wrong or a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--accelerator", default="hopper")
-    parser.add_argument("--sizes", default=SIZES)
-    parser.add_argument("--dtype", help="of weights [bfloat16; on a CPU float32]")
+    parser = turns.parser(__doc__, SIZES, partial(turns.size_of, widths=LAYERS))
+    parser.add_argument(
+        "--dtype", type=turns.dtypes, help="of weights [bfloat16; on a CPU float32]"
+    )
     parser.add_argument("--layers", type=int, help="default: sixteen of 8b, eight of 70b")
     parser.add_argument("--endings", default=",".join(ENDINGS))
-    parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--trace", type=Path, help="a folder for traces of a step of each")
-    parser.add_argument("--json", type=Path, help="the result, written after every row")
     given = parser.parse_args()
-    cuda = given.accelerator == "hopper"
-    names = given.endings.split(",")
-    if not cuda:
-        names = [each for each in names if each in ("nccl", "none", *OURS)]
+    cuda, names = given.accelerator == "hopper", given.endings.split(",")
     if not {*names} <= {*ENDINGS}:
         parser.error(f"--endings: of {', '.join(ENDINGS)}")
-    try:
-        dtypes = given.dtype or ("bfloat16" if cuda else "float32")
-        shapes = shapes_of(given.sizes, given.layers, dtypes)
-    except (ValueError, AttributeError) as error:
-        parser.error(f"--sizes, --dtype: {error}")
-    os.environ.update(PEERS_ENVIRONMENT)
-    rows: list[dict[str, Any]] = []
-    figures = {"accelerator": given.accelerator, "ranks": given.ranks, "rows": rows}
-
-    def done(rank: int, row: Any) -> None:
-        rows.append(row)
-        print(shown(row), flush=True)
-        if given.json is not None:
-            results_file.save(given.json, "decode", figures)
-
-    mkernel.launch(
-        of_one_rank, shapes, names, given.turns, cuda, given.trace, ranks_per_node=given.ranks,
-        accelerator=given.accelerator, timeout_s=300.0, on_report=done,
-    )  # fmt: skip
-    return 1 if len(rows) < len(shapes) or any(row["missed"] for row in rows) else 0
+    if not cuda:
+        names = [each for each in names if each in ("nccl", "none", *OURS)]
+    shapes = [
+        Shape(width, number, given.layers or LAYERS[width], dtype)
+        for dtype in given.dtype or [torch.bfloat16 if cuda else torch.float32]
+        for width, number in given.sizes
+    ]
+    found = turns.launched(
+        "decode", given, rows, shapes, names, given.turns, given.trace, text=shown
+    )
+    return turns.exit_code(found, len(shapes))
 
 
 if __name__ == "__main__":

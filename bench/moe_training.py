@@ -17,35 +17,28 @@ count on GPUs only.
 
 from __future__ import annotations
 
-import argparse
-import gc
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import results_file
 import torch
-import whole_models
+import turns
 from torch import Tensor, distributed
 from torch.autograd import Function
 from torch.nn.functional import silu
-from torch_group import default_group
-from whole_models import PEERS_ENVIRONMENT, Contender, Place
+from turns import Call, Place
 
 import mkernel
 from mkernel.harness.contenders import expert_rows
 from mkernel.harness.contenders.collectives import all_gather, reduce_scatter
 from mkernel.harness.contenders.experts import Sorted
-from mkernel.launch import report
 
 WIDTHS = {"qwen": (4096, 1536, 128, 8), "deepseek": (7168, 2048, 256, 8), "tiny": (64, 32, 8, 2)}
 """Hidden, features, experts of all ranks, top-k; the first is Qwen3-235B-A22B's."""
 OURS, PEERS = ("mkernel", "recomputed"), ("all-to-all", "gather")
 NAMES = ("out", "x", "w", "w2", "weights")
-BAR, LIMIT, SEED = 0.7, 2e-2, 20261130
+BAR, SEED = 0.7, 20261130
 
 
 class Moved(Function):
@@ -168,7 +161,7 @@ class Layer:
         w2 = drawn(self.own, features, hidden).mul_(features**-0.5)
         self.leaves = [each.requires_grad_() for each in (x, w, w2, best.values.softmax(1))]
         self.activated: Callable[[Tensor], Tensor] = activated
-        if place.device.type == "cuda":
+        if place.cuda:
             self.activated = torch.compile(activated, dynamic=True)
         self.wanted = self._reference()
 
@@ -236,95 +229,53 @@ class Layer:
         return [_reduced(out), _reduced(x.grad), *of_experts, _reduced(weights.grad)]
 
 
-def of_one_row(width: str, tokens: int, turns: int, place: Place) -> dict[str, Any]:
-    """Check and time all contenders at one size. Collective."""
-    layer, entries = Layer(width, tokens, place), dict[str, dict[str, Any]]()
-    contenders: dict[str, Contender] = {}
-    for name in (*OURS, *PEERS):
-        call = partial(layer.step, getattr(layer, name.replace("-", "_")))
-        try:
-            pairs = zip(NAMES, call(), layer.wanted, strict=True)
-            errors = {part: _error(one, other) for part, one, other in pairs}
-        except Exception as failure:
-            lines = str(failure).splitlines() or [""]
-            entries[name] = {"failed": f"{type(failure).__name__}: {lines[0]}"}
-            continue
-        ranks = place.of_all(errors)
-        entries[name] = {"errors": {part: max(each[part] for each in ranks) for part in NAMES}}
-        if any(not error <= LIMIT for error in entries[name]["errors"].values()):
-            entries[name]["failed"] = "wrong"
-            continue
-        contenders[name] = Contender(name, "eager", call)
-    for name, figures in whole_models.take_turns(contenders, turns, place).items():
-        figures["turns"] = len(figures.pop("us"))
-        entries[name] |= figures
-    cuda = place.device.type == "cuda"
-    row = {"width": width, "tokens": tokens, "cuda": cuda, "contenders": entries}
+def of_one_row(width: str, tokens: int, count: int, place: Place) -> dict[str, Any]:
+    """Check and time all contenders at one size, ``count`` turns of each. Collective."""
+    layer = Layer(width, tokens, place)
+    makers = {name: partial(_checked, layer, name) for name in (*OURS, *PEERS)}
+    entries = turns.of_contenders(makers, count, place)
     best = [
         min(entries[name].get("median_us", float("inf")) for name in names)
         for names in (OURS, PEERS)
     ]
-    row["of_peer"] = best[0] / best[1]
-    failed = [f"{name}: {each['failed']}" for name, each in entries.items() if "failed" in each]
-    late = cuda and width == "qwen" and not row["of_peer"] <= BAR
-    row["missed"] = failed + ([f"{row['of_peer']:.2f} of the peer, bar {BAR}"] if late else [])
-    return row
+    of_peer = best[0] / best[1]
+    missed = [f"{name}: {each['failed']}" for name, each in entries.items() if "failed" in each]
+    if place.cuda and width == "qwen" and not of_peer <= BAR:
+        missed.append(f"{of_peer:.2f} of the peer, bar {BAR}")
+    return {"width": width, "tokens": tokens, "cuda": place.cuda, "contenders": entries,
+            "of_peer": of_peer, "missed": missed}  # fmt: skip
 
 
-def _error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+def _checked(layer: Layer, name: str) -> tuple[Call, dict[str, Any]]:
+    call = partial(layer.step, getattr(layer, name.replace("-", "_")))
+    pairs = zip(NAMES, call(), layer.wanted, strict=True)
+    errors = {part: turns.off(one, other) for part, one, other in pairs}
+    wrong = {part: each for part, each in errors.items() if not each <= turns.LIMIT[torch.bfloat16]}
+    if wrong:
+        raise turns.Unfit(f"wrong: {wrong}")
+    return call, {"errors": errors}
 
 
 def shown(row: dict[str, Any]) -> str:
     """Return a row as lines of text."""
-    lines = [f"{row['width']}, {row['tokens']} tokens a rank"]
-    for name, entry in row["contenders"].items():
-        text = entry.get("failed") or f"{entry['median_us']:10.1f} us"
-        lines.append(f"  {name:11} {text}  {max(entry.get('errors', {'': 0}).values()):.1e}")
-    return "\n".join(
-        [*lines, f"  -> {row['of_peer']:.3f} of the peer; {row['missed'] or 'nothing missed'}"]
-    )
+    return "\n".join([
+        f"{row['width']}, {row['tokens']} tokens a rank",
+        *turns.shown(row, lambda _, entry: f"  {max(entry['errors'].values()):.1e}"),
+        f"  -> {row['of_peer']:.3f} of the peer; {row['missed'] or 'nothing missed'}",
+    ])  # fmt: skip
 
 
-def of_one_rank(sizes: Sequence[tuple[str, int]], turns: int, cuda: bool) -> None:
-    """Measure all sizes; rank 0 reports each row as it is done."""
-    with default_group(cuda):
-        place = Place(cuda)
-        for width, tokens in sizes:
-            row = of_one_row(width, tokens, turns, place)
-            if place.rank == 0:
-                report(row)
-            gc.collect()
-            if cuda:
-                torch.cuda.empty_cache()
+def rows(place: Place, sizes: Sequence[tuple[str, int]], count: int) -> Iterator[dict[str, Any]]:
+    """Measure all sizes."""
+    for width, tokens in sizes:
+        yield of_one_row(width, tokens, count, place)
 
 
 def main() -> int:
     """Print each row as it is done; 1 where a result is wrong or the bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--accelerator", default="hopper")
-    parser.add_argument("--sizes", default="qwen:8192")
-    parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="the result, written after every row")
-    given = parser.parse_args()
-    parts = [each.partition(":")[::2] for each in given.sizes.split(",")]
-    sizes = [(width, int(tokens)) for width, tokens in parts]
-    os.environ.update(PEERS_ENVIRONMENT)
-    rows: list[dict[str, Any]] = []
-    figures = {"accelerator": given.accelerator, "ranks": given.ranks, "rows": rows}
-
-    def done(rank: int, row: Any) -> None:
-        rows.append(row)
-        print(shown(row), flush=True)
-        if given.json is not None:
-            results_file.save(given.json, "moe_training", figures)
-
-    mkernel.launch(
-        of_one_rank, sizes, given.turns, given.accelerator == "hopper", ranks_per_node=given.ranks,
-        accelerator=given.accelerator, timeout_s=300.0, on_report=done,
-    )  # fmt: skip
-    return 1 if len(rows) < len(sizes) or any(row["missed"] for row in rows) else 0
+    given = turns.parser(__doc__, "qwen:8192", partial(turns.size_of, widths=WIDTHS)).parse_args()
+    found = turns.launched("moe_training", given, rows, given.sizes, given.turns, text=shown)
+    return turns.exit_code(found, len(given.sizes))
 
 
 if __name__ == "__main__":

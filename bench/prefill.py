@@ -24,23 +24,16 @@ times count on GPUs only.
 
 from __future__ import annotations
 
-import argparse
-import gc
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import graphs
-import results_file
 import torch
-import whole_models
+import turns
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch_group import default_group
-from whole_models import PEERS_ENVIRONMENT, Contender, Place
+from turns import E4M3, LIMIT, Call, Place
 
 import mkernel
 from mkernel.backends.accelerators.hopper.moe.tuning import TILE_ROWS
@@ -52,15 +45,11 @@ from mkernel.backends.contracts.scaled import (
     quantised_blocks,
 )
 from mkernel.cases.moe import gated
-from mkernel.launch import report
 from mkernel.plan.model import BLOCK
 
 SIZES = "deepseek:4096,deepseek:8192,deepseek:16384,qwen:4096,qwen:8192,qwen:16384"
 WIDTHS = {"deepseek": (7168, 2048, 256, 8), "qwen": (4096, 1536, 128, 8), "tiny": (256, 128, 8, 2)}
 """Hidden and inner features, experts of all ranks, and how many a token has."""
-E4M3 = torch.float8_e4m3fn
-LIMIT = {torch.bfloat16: 2e-2, torch.float32: 1e-5, E4M3: 8e-2}
-"""The limits of relative errors, by the dtype of weights."""
 SEED = 20261201
 
 
@@ -179,8 +168,7 @@ class Layer:
             "up": (_wide(up, scale, rows), gated(self.product()[rows].float())),
             "down": (self.down(self.whole), self.combine(self.product(second=True)).float()),
         }
-        off = {name: float((a - b).norm() / b.norm()) for name, (a, b) in pairs.items()}
-        found = {name: max(self.place.of_all(each)) for name, each in off.items()}
+        found = {name: max(self.place.of_all(turns.off(*each))) for name, each in pairs.items()}
         return [f"{name} is off by {each:.2g}" for name, each in found.items() if not each <= limit]
 
     def tiles(self) -> int:
@@ -197,7 +185,7 @@ def _wide(rows: Tensor, scale: Tensor | None, at: Any) -> Tensor:
     return rows[at].float() if scale is None else dequantised(rows[at], scale[at])
 
 
-def calls_of(layer: Layer, side: int) -> dict[str, Callable[[], object]]:
+def calls_of(layer: Layer, side: int) -> dict[str, Call]:
     """Return what is timed, by name."""
     cuda, device, scaled = layer.x.is_cuda, layer.x.device, layer.scaled
     compiler: Any = partial(torch.compile, dynamic=False) if cuda else lambda function: function
@@ -234,28 +222,21 @@ def calls_of(layer: Layer, side: int) -> dict[str, Callable[[], object]]:
 
 
 @torch.no_grad()
-def of_one_row(shape: Shape, turns: int, place: Place, one: DeviceMesh) -> dict[str, Any]:
-    """Check and time one shape. Collective."""
-    cuda = place.device.type == "cuda"
-    layer, entries, contenders = Layer(shape, place, one), dict[str, dict[str, Any]](), {}
-    side = 8192 if cuda else 256
-    for name, call in calls_of(layer, side).items():
-        try:
-            graph = graphs.captured([call]) if cuda else None
-        except Exception as failure:
-            lines = str(failure).splitlines() or [""]
-            entries[name] = {"failed": f"{type(failure).__name__}: {lines[0]}"}
-            continue
-        contenders[name] = Contender(name, "graph", graph.replay if graph else call)
-    for name, figures in whole_models.take_turns(contenders, turns, place).items():
-        figures["turns"] = len(figures.pop("us"))
-        entries[name] = figures
+def of_one_row(shape: Shape, count: int, place: Place, one: DeviceMesh) -> dict[str, Any]:
+    """Check and time one shape, ``count`` turns of each call. Collective."""
+    layer, side = Layer(shape, place, one), 8192 if place.cuda else 256
+    makers = {name: partial(_ready, call, place) for name, call in calls_of(layer, side).items()}
+    entries = turns.of_contenders(makers, count, place)
     held = sum(layer.counts), sum(map(bool, layer.counts)), layer.tiles()
-    row = {"width": shape.width, "tokens": shape.tokens, "ranks": place.ranks, "cuda": cuda,
-           "dtype": str(shape.dtype).removeprefix("torch."), "contenders": entries,
+    row = {"width": shape.width, "tokens": shape.tokens, "ranks": place.ranks, "cuda": place.cuda,
+           "dtype": turns.name_of(shape.dtype), "contenders": entries,
            "rows_experts_tiles": place.of_all(held),
-           "wrong": layer.wrong(LIMIT[shape.dtype])}  # fmt: skip
+           "missed": layer.wrong(LIMIT[shape.dtype])}  # fmt: skip
     return row | {"parts": parts(row, side)}
+
+
+def _ready(call: Call, place: Place) -> tuple[Call, dict[str, Any]]:
+    return place.captured(call), {}
 
 
 def parts(row: dict[str, Any], side: int) -> dict[str, float]:
@@ -290,65 +271,31 @@ def parts(row: dict[str, Any], side: int) -> dict[str, float]:
 
 def shown(row: dict[str, Any]) -> str:
     """Return a row as lines of text."""
-    lines = [f"{row['width']}, {row['tokens']} tokens a rank, {row['ranks']} ranks, {row['dtype']}"]
-    for name, entry in row["contenders"].items():
-        found = entry.get("failed") or f"{entry['median_us']:10.1f} us"
-        lines.append(f"  {name:18} {found}")
-    lines += [f"  {name:18} {each:12.3f}" for name, each in row["parts"].items()]
-    return "\n".join([*lines, f"  -> {'; '.join(row['wrong']) or 'right'}"])
+    return "\n".join([
+        f"{row['width']}, {row['tokens']} tokens a rank, {row['ranks']} ranks, {row['dtype']}",
+        *turns.shown(row),
+        *(f"  {name:18} {each:12.3f}" for name, each in row["parts"].items()),
+        f"  -> {'; '.join(row['missed']) or 'right'}",
+    ])  # fmt: skip
 
 
-def of_one_rank(shapes: Sequence[Shape], turns: int, cuda: bool) -> None:
-    """Measure all shapes; rank 0 reports each row as it is done."""
-    with default_group(cuda):
-        place = Place(cuda)
-        both = init_device_mesh(place.device.type, (place.ranks, 1), mesh_dim_names=("all", "one"))
-        mkernel.init(both["one"])
-        torch._dynamo.config.recompile_limit = 64
-        for shape in shapes:
-            row = of_one_row(shape, turns, place, both["one"])
-            if place.rank == 0:
-                report(row)
-            gc.collect()
-            if cuda:
-                torch.cuda.empty_cache()
+def rows(place: Place, shapes: Sequence[Shape], count: int) -> Iterator[dict[str, Any]]:
+    """Measure all shapes."""
+    both = init_device_mesh(place.device.type, (place.ranks, 1), mesh_dim_names=("all", "one"))
+    mkernel.init(both["one"])
+    for shape in shapes:
+        yield of_one_row(shape, count, place, both["one"])
 
 
 def main() -> int:
     """Print each row as it is done; 1 where a result is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--accelerator", default="hopper")
-    parser.add_argument("--sizes", default=SIZES)
-    parser.add_argument("--dtype", help="of weights [bfloat16,float8_e4m3fn; on a CPU float32]")
-    parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="the result, written after every row")
+    parser = turns.parser(__doc__, SIZES, partial(turns.size_of, widths=WIDTHS))
+    parser.add_argument("--dtype", type=turns.dtypes, help="of weights [both; on a CPU float32]")
     given = parser.parse_args()
-    cuda = given.accelerator == "hopper"
-    dtypes = given.dtype or ("bfloat16,float8_e4m3fn" if cuda else "float32")
-    named = [each.partition(":") for each in given.sizes.split(",")]
-    if unknown := {width for width, *_ in named} - WIDTHS.keys():
-        parser.error(f"--sizes: {', '.join(unknown)}: widths are {', '.join(WIDTHS)}")
-    shapes = [
-        Shape(width, int(tokens), getattr(torch, dtype))
-        for dtype in dtypes.split(",")
-        for width, _, tokens in named
-    ]
-    os.environ.update(PEERS_ENVIRONMENT)
-    rows: list[dict[str, Any]] = []
-    figures = {"accelerator": given.accelerator, "ranks": given.ranks, "rows": rows}
-
-    def done(rank: int, row: Any) -> None:
-        rows.append(row)
-        print(shown(row), flush=True)
-        if given.json is not None:
-            results_file.save(given.json, "prefill", figures)
-
-    mkernel.launch(
-        of_one_rank, shapes, given.turns, cuda, ranks_per_node=given.ranks,
-        accelerator=given.accelerator, timeout_s=300.0, on_report=done,
-    )  # fmt: skip
-    return 1 if len(rows) < len(shapes) or any(row["wrong"] for row in rows) else 0
+    both = [torch.bfloat16, E4M3] if given.accelerator == "hopper" else [torch.float32]
+    shapes = [Shape(*size, dtype) for dtype in given.dtype or both for size in given.sizes]
+    found = turns.launched("prefill", given, rows, shapes, given.turns, text=shown)
+    return turns.exit_code(found, len(shapes))
 
 
 if __name__ == "__main__":

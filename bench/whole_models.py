@@ -24,39 +24,29 @@ Exit code 1 where a bar is missed; times count on GPUs only.
 
 from __future__ import annotations
 
-import argparse
-import gc
 import math
-import os
 import random
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import graphs
 import llama
-import numpy as np
-import results_file
 import torch
-from torch import Tensor, distributed, profiler
-from torch.distributed import PrefixStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch_group import default_group
+import turns
+from torch import Tensor, distributed
+from turns import LIMIT, Call, Place
 
 import mkernel
-from mkernel.harness.clock import Meeting, skew_us, wait_until
 from mkernel.harness.contenders import collectives
-from mkernel.harness.contenders.symm_mem import ENVIRONMENT, group_name
-from mkernel.harness.protocol import HOST_LEAD_S
-from mkernel.launch import report
+from mkernel.harness.contenders.symm_mem import group_name
 
-PEERS_ENVIRONMENT = {**ENVIRONMENT, "NVSHMEM_DISABLE_NVLS": "1"}
-"""Multicast stays off."""
 SIZES = (
     "8b:8192x1,8b:2048x1,70b:8192x1,8b:512x1,8b:8192x4,8b:16384x1,70b:2048x1,8b:2048x4,8b:4096x1,"
     "70b:8192x4,70b:512x1,70b:16384x1,8b:16x1,70b:16x1"
@@ -69,12 +59,9 @@ FORM_OF = {"async": "torch", "pass": "torch"}
 OURS = ("nn", "styles", "pass")
 DECODER_TOKENS = 128
 """With fewer, activations are replicated."""
-TURN_S, MOST_CALLS, OP_CALLS = 0.03, 20, 10
-MOST_SKEW = 0.01
-"""The share of a turn's time by which ranks on GPUs may start apart; other turns are dropped."""
-LIMIT = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
-"""The limit of a result's relative error; a gradient's is twice, in float32 ten times that."""
+OP_CALLS = 10
 GRADIENT_LIMIT = {torch.bfloat16: 4e-2, torch.float32: 1e-4}
+"""The limit of a gradient's relative error: twice a result's, in float32 ten times that."""
 LARGE_TOKENS = 4096
 RECOVERED = {("prefill", False): 0.4, ("prefill", True): 0.65, ("step", False): 0.3,
              ("step", True): 0.5}  # fmt: skip
@@ -124,45 +111,8 @@ class Options(NamedTuple):
     minutes: float
     backend: str
     whole: bool
-    cuda: bool
     drawn: bool
     trace: Path | None = None
-
-
-class Place:
-    """A rank's device, its mesh, and what all ranks agree on."""
-
-    def __init__(self, cuda: bool) -> None:
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        )
-        self.dtype = torch.bfloat16 if cuda else torch.float32
-        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (distributed.get_world_size(),))
-        mkernel.init(self.mesh)
-        self.rank, self.ranks = self.mesh.get_local_rank(), self.mesh.size()
-        store = PrefixStore("whole_models", mkernel.world().group_store)
-        self._meeting = Meeting(store, self.rank, self.ranks)
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        mkernel.synchronize(self.mesh)
-
-    def of_all(self, found: Any) -> list[Any]:
-        """Return what every rank has found. Collective."""
-        each: list[Any] = [None] * self.ranks
-        distributed.all_gather_object(each, found)
-        return each
-
-    def timed(self, call: Callable[[], object], calls: int) -> tuple[int, float]:
-        """Start at one instant on all ranks; return when this one did, in nanoseconds, and the seconds
-        of a call."""
-        self.wait()
-        start = wait_until(self._meeting.agree(HOST_LEAD_S))
-        for _ in range(calls):
-            call()
-        self.wait()
-        return start, (time.monotonic_ns() - start) / 1e9 / calls
 
 
 class Contender(NamedTuple):
@@ -286,8 +236,7 @@ class Case:
             }
             found |= self._merged(gradients)
         for name, each in found.items():
-            wanted = self.reference[name].double()
-            error = float((each.double() - wanted).norm() / wanted.norm())
+            error = turns.off(each, self.reference[name])
             limit = (LIMIT if name == "result" else GRADIENT_LIMIT)[self.place.dtype]
             if not error <= limit:  # nor where it is not a number
                 return f"{name}: relative error {error:.1e}, limit {limit:.0e}"
@@ -350,14 +299,15 @@ def of_one_row(case: Case, measure: str, options: Options) -> dict[str, Any]:
         for mode in MODELS[model]:
             if mode in options.modes:
                 name = f"{model} {mode}"
-                found = _set_up(model, mode, case, measure, options, contenders)
-                entries[name] = _agreed(place, found)
-                if "failed" in entries[name]:
-                    contenders.pop(name, None)
+                before = contenders.get(f"{model} compiled")
+                make = partial(_set_up, model, mode, case, measure, options, before)
+                one, entries[name] = turns.set_up(make, place)
+                if one is not None:
+                    contenders[name] = one
                 if place.rank == 0:  # of a run that does not end this is what is known
                     print(f"# {name}: {entries[name].get('failed', 'ready')}", file=sys.stderr)
-    turns = take_turns(contenders, options.turns, place)
-    for name, each in turns.items():
+    calls = {name: each.call for name, each in contenders.items()}
+    for name, each in turns.take_turns(calls, options.turns, place).items():
         entries[name] |= each
         wrong = [text for text in place.of_all(case.checked(contenders[name])) if text]
         if wrong:
@@ -365,82 +315,52 @@ def of_one_row(case: Case, measure: str, options: Options) -> dict[str, Any]:
         if options.trace is not None:
             size = case.size
             about = f"{size.width} {size.tokens}x{size.batch} {measure} {name}".replace(" ", "_")
-            _trace(contenders[name].call, options.trace / about, place)
+            turns.trace(calls[name], options.trace / about, place)
     return entries
 
 
-def _trace(call: Callable[[], object], path: Path, place: Place) -> None:
-    """Write what one call of rank 0 runs, as a trace and as a table of what takes most. Collective."""
-    place.wait()
-    kinds = [profiler.ProfilerActivity.CPU]
-    if place.device.type == "cuda":
-        kinds.append(profiler.ProfilerActivity.CUDA)
-    with profiler.profile(activities=kinds) if place.rank == 0 else nullcontext() as recorded:
-        call()
-        place.wait()
-    if recorded is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        recorded.export_chrome_trace(f"{path}.trace.json.gz")
-        most = f"self_{place.device.type}_time_total"
-        path.with_suffix(".txt").write_text(recorded.key_averages().table(most, row_limit=40))
-
-
-def _agreed(place: Place, own: dict[str, Any]) -> dict[str, Any]:
-    """Return one entry of all ranks' : a failure of any, the most memory, the calls of rank 0."""
-    each = place.of_all(own)
-    failed = [one["failed"] for one in each if "failed" in one]
-    if failed:
-        return {"failed": failed[0]}
-    most = {name: max(one[name] for one in each) for name in own if name.endswith("_mb")}
-    return {**each[0], **most}
-
-
 def _set_up(
-    model: str, mode: str, case: Case, measure: str, options: Options,
-    contenders: dict[str, Contender],
-) -> dict[str, Any]:  # fmt: skip
-    """Make a contender, check it and count its calls. Return what was found on this rank."""
-    place, name = case.place, f"{model} {mode}"
-    try:
-        if mode == "graph":
-            before = contenders.get(f"{model} compiled")
-            if before is None:
-                return {"failed": "is not compiled"}
-            held: list[Tensor] = []
+    model: str, mode: str, case: Case, measure: str, options: Options, before: Contender | None
+) -> tuple[Contender, dict[str, Any]]:
+    """Make a contender, check it and count its calls; return it and what was found on this rank.
+    ``before``: the compiled one, of which a graph is captured. Unfit: it is none or wrong."""
+    place = case.place
+    if mode == "graph":
+        if before is None:
+            raise turns.Unfit("is not compiled")
+        held: list[Tensor] = []
 
-            def once(call: Callable[[], Any] = before.call) -> None:
-                held[:] = call()
+        def once() -> None:
+            held[:] = before.call()
 
-            graph = graphs.captured([once])
-            contenders[name] = Contender(model, mode, graph.replay, held)
-            place.wait()
-            wrong = case.checked(contenders[name])
-            return {"failed": f"wrong: {wrong}"} if wrong else {}
-        with mkernel.enable_async_tensor_parallel() if model == "pass" else nullcontext():
-            call = case.call(model, measure, compiler(model, mode, options))
-            call()
-        wrong = case.checked(Contender(model, mode, call))
-        if wrong:
-            return {"failed": f"wrong: {wrong}"}
-        found = _memory(call, place)
-        before_calls = Counter(mkernel.stats(place.mesh).calls)
-        call()
+        contender = Contender(model, mode, graphs.captured([once]).replay, held)
         place.wait()
-        counted = Counter(mkernel.stats(place.mesh).calls) - before_calls
-    except Exception as failure:
-        lines = str(failure).splitlines() or [""]
-        return {"failed": f"{type(failure).__name__}: {lines[0]}"}
+    else:
+        with mkernel.enable_async_tensor_parallel() if model == "pass" else nullcontext():
+            contender = Contender(
+                model, mode, case.call(model, measure, compiler(model, mode, options))
+            )
+            contender.call()
+    wrong = case.checked(contender)
+    if wrong:
+        raise turns.Unfit(f"wrong: {wrong}")
+    if mode == "graph":
+        return contender, {}
+    found = _memory(contender.call, place)
+    before_calls = Counter(mkernel.stats(place.mesh).calls)
+    contender.call()
+    place.wait()
+    counted = Counter(mkernel.stats(place.mesh).calls) - before_calls
     if model in OURS:
         found["calls"] = dict(counted)
         found["calls_wrong"] = calls_wrong(counted, case.size, measure)
-    contenders[name] = Contender(model, mode, call)
-    return found
+    return contender, found
 
 
-def _memory(call: Callable[[], object], place: Place) -> dict[str, Any]:
+def _memory(call: Call, place: Place) -> dict[str, Any]:
     """Return the most memory of torch's allocator that a call takes beyond what is there, and what the
     device has in use beside that allocator: libraries' buffers and mkernel's."""
-    if place.device.type != "cuda":
+    if not place.cuda:
         call()
         return {}
     torch.cuda.reset_peak_memory_stats()
@@ -454,48 +374,11 @@ def _memory(call: Callable[[], object], place: Place) -> dict[str, Any]:
     }
 
 
-def take_turns(
-    contenders: Mapping[str, Contender], turns: int, place: Place
-) -> dict[str, dict[str, Any]]:
-    """Let contenders take turns, whose order alternates; return each one's figures. Collective."""
-    calls: dict[str, int] = {}
-    for name, each in contenders.items():
-        took = max(place.of_all(place.timed(each.call, 2)[1]))
-        calls[name] = max(1, min(MOST_CALLS, round(TURN_S / took)))
-    found: dict[str, list[tuple[int, float]]] = {name: [] for name in contenders}
-    for turn in range(turns):
-        for name in contenders if turn % 2 == 0 else reversed(contenders):
-            found[name].append(place.timed(contenders[name].call, calls[name]))
-    ranks = place.of_all(found)
-    skew = MOST_SKEW if place.device.type == "cuda" else math.inf
-    return {
-        name: _figures([rank[name] for rank in ranks], calls[name], skew) for name in contenders
-    }
-
-
-def _figures(
-    ranks: Sequence[Sequence[tuple[int, float]]], calls: int, most_skew: float
-) -> dict[str, Any]:
-    """Return the slowest rank's figures; ``us``: of each turn, None where ranks started apart."""
-    us: list[float | None] = []
-    for same in zip(*ranks, strict=True):
-        slowest = max(seconds for _, seconds in same)
-        apart = skew_us([start for start, _ in same]) > most_skew * slowest * calls * 1e6
-        us.append(None if apart else slowest * 1e6)
-    kept = [each for each in us if each is not None]
-    figures: dict[str, Any] = {"us": us, "calls_a_turn": calls, "dropped": len(us) - len(kept)}
-    if not kept:
-        return {**figures, "failed": "every turn was dropped"}
-    p10, p90 = np.percentile(kept, (10, 90))
-    median = statistics.median(kept)
-    return {**figures, "median_us": median, "p10_us": float(p10), "p90_us": float(p90)}
-
-
 class Ops:
     """What each communicating op takes alone, above its product alone. Measured once for a shape."""
 
-    def __init__(self, place: Place, turns: int) -> None:
-        self._place, self._turns = place, turns
+    def __init__(self, place: Place, count: int) -> None:
+        self._place, self._count = place, count
         self._known: dict[tuple[llama.Product, int], dict[str, float]] = {}
 
     def of(self, product: llama.Product, tokens: int) -> dict[str, float]:
@@ -504,15 +387,12 @@ class Ops:
         key = product, tokens
         if key not in self._known:
             calls = self._calls(product, tokens)
-            found = take_turns(
-                {name: Contender(name, "graph", call) for name, call in calls.items()},
-                self._turns, self._place,
-            )  # fmt: skip
-            each = OP_CALLS if self._place.device.type == "cuda" else 1
+            found = turns.take_turns(calls, self._count, self._place)
+            each = OP_CALLS if self._place.cuda else 1
             self._known[key] = {name: one["median_us"] / each for name, one in found.items()}
         return self._known[key]
 
-    def _calls(self, product: llama.Product, tokens: int) -> dict[str, Callable[[], object]]:
+    def _calls(self, product: llama.Product, tokens: int) -> dict[str, Call]:
         place = self._place
         gathers, reduces = product.op == "all_gather_gemm", product.op == "gemm_all_reduce"
         options: Any = {"device": place.device, "dtype": place.dtype}
@@ -531,12 +411,12 @@ class Ops:
                 return distributed.all_reduce(found)
             return collectives.reduce_scatter(part, found)
 
-        calls: dict[str, Callable[[], object]] = {
+        calls: dict[str, Call] = {
             "mkernel": lambda: fused(a, weight, group=place.mesh),
             "library": library,
             "product": lambda: whole @ weight,
         }
-        if place.device.type != "cuda":
+        if not place.cuda:
             return calls
         return {name: graphs.captured([call] * OP_CALLS).replay for name, call in calls.items()}
 
@@ -633,13 +513,8 @@ def shown(row: dict[str, Any]) -> str:
         f"{row['width']}, {row['layers']} layers, {row['tokens']} tokens, B {row['batch']}, "
         f"{row['measure']}"
     ]
-    for name, entry in row["contenders"].items():
-        if "failed" in entry:
-            lines.append(f"  {name:18} {entry['failed']}")
-            continue
-        spread = f"{entry['p10_us']:.0f} to {entry['p90_us']:.0f}"
-        memory = f"  {entry['peak_mb']:.0f} MB" if "peak_mb" in entry else ""
-        lines.append(f"  {name:18} {entry['median_us']:10.1f} us  ({spread}){memory}")
+    memory = lambda _, entry: f"  {entry['peak_mb']:.0f} MB" if "peak_mb" in entry else ""  # noqa: E731
+    lines += turns.shown(row, memory)
     for line in row["judged"]:
         figures = [
             f"{name} {line[name]:.2f}"
@@ -654,58 +529,40 @@ def shown(row: dict[str, Any]) -> str:
 # ---- a run ---------------------------------------------------------------------------------------
 
 
-def of_one_rank(options: Options) -> list[dict[str, Any]]:
-    """Measure all sizes that the time is enough for; rank 0 reports each row as it is done."""
-    began, rows = time.monotonic(), []
-    with default_group(options.cuda):
-        place = Place(options.cuda)
-        if options.cuda:
-            group_name()  # lets torch's passes use symmetric memory in that group
-        torch._dynamo.config.cache_size_limit = 64
-        ops = Ops(place, options.turns)
-        for size in options.sizes:
-            case: Case | None = None
-            for measure in size.measures():
-                if max(place.of_all(time.monotonic() - began)) > 60 * options.minutes:
-                    break
-                case = case or Case(size, options.models, place)
-                _let_go(options.cuda)
-                since = time.monotonic()
-                entries = of_one_row(case, measure, options)
-                row = {
-                    **size._asdict(), "layers": size.depth, "measure": measure,
-                    "cuda": options.cuda, "contenders": entries,
-                    **ceilings(size, measure, ops, place.ranks),
-                }  # fmt: skip
-                row["seconds"] = time.monotonic() - since
-                row["judged"] = judged(row, options.drawn)
-                for each in entries.values():  # turns stay out of git
-                    if "us" in each:
-                        each["turns"] = len(each.pop("us"))
-                rows.append(row)
-                if place.rank == 0:
-                    report(row)
-    return rows
+def rows(place: Place, options: Options) -> Iterator[dict[str, Any]]:
+    """Measure all sizes that the time is enough for."""
+    began = time.monotonic()
+    if place.cuda:
+        group_name()  # lets torch's passes use symmetric memory in that group
+    ops = Ops(place, options.turns)
+    for size in options.sizes:
+        case: Case | None = None
+        for measure in size.measures():
+            if max(place.of_all(time.monotonic() - began)) > 60 * options.minutes:
+                break
+            case = case or Case(size, options.models, place)
+            turns.let_go()
+            since = time.monotonic()
+            entries = of_one_row(case, measure, options)
+            row = {
+                **size._asdict(), "layers": size.depth, "measure": measure,
+                "cuda": place.cuda, "contenders": entries,
+                **ceilings(size, measure, ops, place.ranks),
+            }  # fmt: skip
+            row["seconds"] = time.monotonic() - since
+            row["judged"] = judged(row, options.drawn)
+            for each in entries.values():
+                turns.count_turns(each)
+            yield row
 
 
-def _let_go(cuda: bool) -> None:
-    """Free what contenders of other rows hold: compiled code, graphs and their memory."""
-    torch._dynamo.reset()
-    gc.collect()
-    if cuda:
-        torch.cuda.empty_cache()
-
-
-def sizes(text: str, layers: int | None) -> tuple[Size, ...]:
-    """Read ``WIDTH:TOKENSxBATCH,...``. ValueError: it is none."""
-    found = []
-    for each in text.split(","):
-        width, _, rest = each.partition(":")
-        tokens, _, batch = rest.partition("x")
-        if width not in llama.WIDTHS or int(tokens) % int(batch or 1):
-            raise ValueError(f"{each}: widths are {', '.join(llama.WIDTHS)}")
-        found.append(Size(width, int(tokens), int(batch or 1), layers))
-    return tuple(found)
+def size_of(text: str) -> Size:
+    """Read ``WIDTH:TOKENSxBATCH``. ArgumentTypeError, ValueError: it is none."""
+    start, _, batch = text.partition("x")
+    size = Size(*turns.size_of(start, llama.WIDTHS), int(batch or 1))
+    if size.tokens % size.batch:
+        raise ValueError
+    return size
 
 
 def drawn_sizes(seed: int, count: int, ranks: int, layers: int | None) -> tuple[Size, ...]:
@@ -722,10 +579,7 @@ def drawn_sizes(seed: int, count: int, ranks: int, layers: int | None) -> tuple[
 
 def main() -> int:
     """Print each row as it is done; 1 where a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--accelerator", default="hopper")
-    parser.add_argument("--sizes", default=SIZES)
+    parser = turns.parser(__doc__, SIZES, size_of)
     parser.add_argument("--drawn", type=int, metavar="SEED", help="sizes that are drawn")
     parser.add_argument("--count", type=int, default=6, help="how many are drawn")
     parser.add_argument("--layers", type=int, help="default: four of 8b, two of 70b")
@@ -733,10 +587,8 @@ def main() -> int:
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--compile", choices=("block", "whole"), default="block")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--minutes", type=float, default=math.inf, help="no row begins after that")
     parser.add_argument("--trace", type=Path, help="a folder for traces of a call of each")
-    parser.add_argument("--json", type=Path, help="the result, written after every row")
     given = parser.parse_args()
     cuda = given.accelerator == "hopper"
     models, modes = given.models.split(","), given.modes.split(",")
@@ -748,37 +600,21 @@ def main() -> int:
         parser.error(f"--models: of {', '.join(MODELS)}; --modes: of {', '.join(MODES)}")
     if "graph" in modes and "compiled" not in modes:
         parser.error("--modes: graph is captured of compiled")
-    try:
-        chosen = sizes(given.sizes, given.layers)
-    except ValueError as error:
-        parser.error(f"--sizes: {error}")
+    chosen = [each._replace(layers=given.layers) for each in given.sizes]
     if given.drawn is not None:
         chosen = drawn_sizes(given.drawn, given.count, given.ranks, given.layers)
     options = Options(
-        chosen, tuple(models), tuple(modes), given.turns, given.minutes, given.backend,
-        given.compile == "whole", cuda, given.drawn is not None, given.trace,
+        tuple(chosen), tuple(models), tuple(modes), given.turns, given.minutes, given.backend,
+        given.compile == "whole", given.drawn is not None, given.trace,
     )  # fmt: skip
-    os.environ.update(PEERS_ENVIRONMENT)
-    rows: list[dict[str, Any]] = []
-    figures = {
-        "accelerator": given.accelerator, "ranks": given.ranks, "compile": given.compile,
-        "backend": given.backend, "seed": given.drawn, "rows": rows,
-    }  # fmt: skip
-
-    def done(rank: int, row: Any) -> None:
-        rows.append(row)
-        print(shown(row), flush=True)
-        if given.json is not None:
-            results_file.save(given.json, "whole_models", figures)
-
-    mkernel.launch(
-        of_one_rank, options, ranks_per_node=given.ranks, accelerator=given.accelerator,
-        timeout_s=300.0, on_report=done,
+    found = turns.launched(
+        "whole_models", given, rows, options, text=shown, compile=given.compile,
+        backend=given.backend, seed=given.drawn,
     )  # fmt: skip
-    missed = [line for row in rows for line in row["judged"] if line["missed"]]
+    missed = [line for row in found for line in row["judged"] if line["missed"]]
     wanted = sum(len(each.measures()) for each in chosen)
-    print(f"{len(rows)} of {wanted} rows; {len(missed)} lines miss a bar")
-    return 1 if missed or not rows else 0
+    print(f"{len(found)} of {wanted} rows; {len(missed)} lines miss a bar")
+    return 1 if missed or not found else 0
 
 
 if __name__ == "__main__":

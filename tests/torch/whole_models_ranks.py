@@ -7,10 +7,12 @@ from typing import Any
 
 import whole_models
 from torch import Tensor, nn
+from torch_group import default_group
+from turns import Place
 
 SIZE = whole_models.Size("tiny", 128, 2, 1)
 OPTIONS = whole_models.Options(
-    (SIZE,), ("torch", "nn"), ("eager",), 1, math.inf, "aot_eager", False, False, False
+    (SIZE,), ("torch", "nn"), ("eager",), 1, math.inf, "aot_eager", False, False
 )
 WRONG = ("communicates nothing", "forgets a gradient", "remembers", "falls back")
 
@@ -34,8 +36,8 @@ def planted() -> dict[str, dict[str, Any]]:
     """Return what is found of `nn` where it is another model, by what is wrong with that; and of a
     decoder's."""
     found = {}
-    with whole_models.default_group(cuda=False):
-        place = whole_models.Place(cuda=False)
+    with default_group(cuda=False):
+        place = Place(cuda=False)
         for wrong in (*WRONG, "nothing"):
             case = whole_models.Case(SIZE, ("torch", "nn", "floor"), place)
             blocks: dict[str, Any] = case.blocks
