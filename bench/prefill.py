@@ -8,18 +8,19 @@ the slowest rank's:
   layer, up, down  moe_dispatch_gemm with silu_and_mul, then moe_gemm_combine; each alone
   dispatch         moe_dispatch: ids, their routing, tokens, and a row for each expert of a token
   routed           the same by a handle: no ids travel and nothing is sorted; `up routed` up so
-  up alone         up so in a world of one rank, on rows that lie in order: copies, product
-  down alone       the op in such a world: product, copies
+  up, down alone   the op's product by moe_dispatch_gemm in a world of one rank, by such a handle, on
+                   rows that lie in order: copies beside the product. moe_gemm_combine there brings
+                   rows home by slot, each stored by itself, then copied: more than all of `down`
   up, down torch   torch's grouped product of the same rows; of e4m3 ones a product an expert
   activation       silu(gate) * up of all rows by a compiled kernel, with e4m3 quantised
   quantise         tokens by a compiled kernel, of e4m3 experts
   combine          moe_combine of products that are there
   dense, copy      a large product and a large copy: the card's rates
 A floor is the larger of products at the dense product's rate and of the weights of experts that have
-rows at the copy's, bytes read and written. `routing` is dispatch - routed; `waiting` what an op takes
-above the longer of its exchange (dispatch or combine) and its product alone; `tails` how many more rows
-tiles have than there are. Results are compared with torch's products. Exit code 1 where one is wrong;
-times count on GPUs only.
+rows at the copy's, bytes read and written. `routing` is dispatch - routed, `exposed` an op - its
+product alone, `tails` how many more rows are multiplied (64 at a time of each tile) than there are,
+`halves` the share of tiles with at most half their rows. Results are compared with torch's products.
+Exit code 1 where one is wrong; times count on GPUs only.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ from mkernel.plan.model import BLOCK
 SIZES = "deepseek:4096,deepseek:8192,deepseek:16384,qwen:4096,qwen:8192,qwen:16384"
 WIDTHS = {"deepseek": (7168, 2048, 256, 8), "qwen": (4096, 1536, 128, 8), "tiny": (256, 128, 8, 2)}
 """Hidden and inner features, experts of all ranks, and how many a token has."""
+GROUP_ROWS = 64
+"""A warpgroup's rows of a tile; one that has none multiplies nothing."""
 SEED = 20261201
 
 
@@ -108,9 +111,7 @@ class Layer:
         self.own_ids = torch.full((self.capacity, 1), -1, dtype=torch.int32, device=device)
         numbers = torch.arange(own, dtype=torch.int32, device=device).repeat_interleave(counts)
         self.own_ids[: len(numbers), 0] = numbers
-        self.ones = torch.ones(self.own_ids.shape, device=device)
-        self.alone = self.up(alone=True)
-        self.alone = self.up(self.alone.handle, alone=True)
+        self.alone = self.up_alone(None).handle
 
     def dispatch(self, handle: Any = None) -> Any:
         """Return the rows of this rank's experts."""
@@ -118,24 +119,36 @@ class Layer:
             self.x, self.ids, capacity=self.capacity, handle=handle, **self.options
         )
 
-    def up(self, handle: Any = None, *, alone: bool = False) -> Any:
-        """Call the first op, or, on one rank, on rows in order."""
-        tokens = (self.sent.rows, self.own_ids) if alone else (self.x, self.ids)
-        more: Any = {"group": self.one if alone else self.place.mesh, "handle": handle}
-        if self.scaled:
-            more |= {"w_scale": self.w.scale, "quantise": "block"}
-            more |= {"x_scale": self.sent.scales} if alone else {}
+    def up(self, handle: Any = None) -> Any:
+        """Call the first op."""
+        more = {"w_scale": self.w.scale, "quantise": "block"} if self.scaled else {}
         return mkernel.moe_dispatch_gemm(
-            *tokens, self.w.data, capacity=self.capacity, activation="silu_and_mul", **more
-        )
+            self.x, self.ids, self.w.data, capacity=self.capacity, activation="silu_and_mul",
+            handle=handle, group=self.place.mesh, **more,
+        )  # fmt: skip
 
     def down(self, up: Any) -> Tensor:
         """Call the second op on the first one's results."""
         more = {"h_scale": up.scales, "w2_scale": self.w2.scale} if self.scaled else {}
-        alone = up is self.alone
         return mkernel.moe_gemm_combine(
-            up.outputs, self.w2.data, up.handle, self.ones if alone else self.shares,
-            group=self.one if alone else self.place.mesh, **more,
+            up.outputs, self.w2.data, up.handle, self.shares, group=self.place.mesh, **more
+        )
+
+    def up_alone(self, handle: Any) -> Any:
+        """Multiply rows in order as the first op does, on one rank."""
+        more = {"x_scale": self.sent.scales, "quantise": "block"} if self.scaled else {}
+        return self._alone(self.sent.rows, self.w, handle, activation="silu_and_mul", **more)
+
+    def down_alone(self) -> Tensor:
+        """Multiply rows in order as the second op does, on one rank."""
+        more = {"x_scale": self.whole.scales} if self.scaled else {}
+        return self._alone(self.whole.outputs, self.w2, self.alone, **more).outputs
+
+    def _alone(self, rows: Tensor, w: Weight, handle: Any, **more: Any) -> Any:
+        more |= {"w_scale": w.scale} if self.scaled else {}
+        return mkernel.moe_dispatch_gemm(
+            rows, self.own_ids, w.data, capacity=self.capacity, handle=handle, group=self.one,
+            **more,
         )  # fmt: skip
 
     def combine(self, y: Tensor) -> Tensor:
@@ -164,21 +177,34 @@ class Layer:
         """Say which results are not those of torch's products, on any rank. Collective."""
         rows = slice(sum(self.counts))
         up, scale = self.whole.outputs, getattr(self.whole, "scales", None)
+        y = self.product(second=True)
         pairs = {
             "up": (_wide(up, scale, rows), gated(self.product()[rows].float())),
-            "down": (self.down(self.whole), self.combine(self.product(second=True)).float()),
+            "down": (self.down(self.whole), self.combine(y)),
+            "down alone": (self.down_alone()[rows], y[rows]),
         }
         found = {name: max(self.place.of_all(turns.off(*each))) for name, each in pairs.items()}
         return [f"{name} is off by {each:.2g}" for name, each in found.items() if not each <= limit]
 
-    def tiles(self) -> int:
-        """Count the tiles of the first op: on `hopper` in its tables (kernels/moe/tables.cuh),
-        elsewhere as they would be cut from the counts."""
+    def tiles(self) -> list[int]:
+        """Return the rows of each tile of the first op: on `hopper` those of its tables
+        (kernels/moe/tables.cuh), elsewhere as they would be cut from the counts."""
         if not self.x.is_cuda:
-            return sum(-(-count // TILE_ROWS) for count in self.counts)
+            return [min(TILE_ROWS, count - first) for count in self.counts
+                    for first in range(0, count, TILE_ROWS)]  # fmt: skip
         places = self.place.ranks * self.ids.numel()
-        words = self.whole.handle.routing[(3 * places + 3) // 4 * 4 :: 4]
-        return int((words == -1).nonzero()[0])
+        words = self.whole.handle.routing[(3 * places + 3) // 4 * 4 :]
+        count = int((words[::4] == -1).nonzero()[0])
+        return words[2 : 4 * count : 4].tolist()  # type: ignore[no-any-return]
+
+    def routed(self) -> dict[str, int]:
+        """Count rows, experts that have some, tiles, rows that are multiplied, and tiles with at most
+        half their rows (kernels/moe/grouped.cuh)."""
+        tiles = self.tiles()
+        return {"rows": sum(self.counts), "experts": sum(map(bool, self.counts)),
+                "tiles": len(tiles),
+                "multiplied": sum(-(-rows // GROUP_ROWS) * GROUP_ROWS for rows in tiles),
+                "halves": sum(2 * rows <= TILE_ROWS for rows in tiles)}  # fmt: skip
 
 
 def _wide(rows: Tensor, scale: Tensor | None, at: Any) -> Tensor:
@@ -208,13 +234,13 @@ def calls_of(layer: Layer, side: int) -> dict[str, Call]:
         "dispatch": layer.dispatch,
         "routed": lambda: layer.dispatch(layer.sent.handle),
         "up routed": lambda: layer.up(layer.whole.handle),
-        "up alone": lambda: layer.up(layer.alone.handle, alone=True),
+        "up alone": lambda: layer.up_alone(layer.alone),
         "up torch": layer.product,
         "activation": lambda: activate(both),
         **({"quantise": lambda: quantise(layer.x)} if scaled else {}),
         "down": lambda: layer.down(layer.whole),
         "combine": lambda: layer.combine(y),
-        "down alone": lambda: layer.down(layer.alone),
+        "down alone": layer.down_alone,
         "down torch": lambda: layer.product(second=True),
         "dense": dense,
         "copy": lambda: target.copy_(source),
@@ -227,10 +253,9 @@ def of_one_row(shape: Shape, count: int, place: Place, one: DeviceMesh) -> dict[
     layer, side = Layer(shape, place, one), 8192 if place.cuda else 256
     makers = {name: partial(_ready, call, place) for name, call in calls_of(layer, side).items()}
     entries = turns.of_contenders(makers, count, place)
-    held = sum(layer.counts), sum(map(bool, layer.counts)), layer.tiles()
     row = {"width": shape.width, "tokens": shape.tokens, "ranks": place.ranks, "cuda": place.cuda,
            "dtype": turns.name_of(shape.dtype), "contenders": entries,
-           "rows_experts_tiles": place.of_all(held),
+           "routed": place.of_all(layer.routed()),
            "missed": layer.wrong(LIMIT[shape.dtype])}  # fmt: skip
     return row | {"parts": parts(row, side)}
 
@@ -240,21 +265,24 @@ def _ready(call: Call, place: Place) -> tuple[Call, dict[str, Any]]:
 
 
 def parts(row: dict[str, Any], side: int) -> dict[str, float]:
-    """Return what follows from the times of a row, in microseconds; ``tails`` and what is of a floor
-    are ratios, the rates TFLOP/s and GB/s."""
+    """Return what follows from the times of a row, in microseconds; ``tails``, ``halves`` and what is
+    of a floor are ratios, the rates TFLOP/s and GB/s."""
     us = {
         name: each["median_us"] for name, each in row["contenders"].items() if "median_us" in each
     }
     hidden, inner, _, _ = WIDTHS[row["width"]]
-    rows, experts, _ = (max(each) for each in zip(*row["rows_experts_tiles"], strict=True))
-    tails = (tiles * TILE_ROWS / own for own, _, tiles in row["rows_experts_tiles"] if own)
-    found = {"tails": max(tails) - 1}
-    for name, left, *right in (
-        ("routing", "dispatch", "routed"), ("waiting of up", "up", "dispatch", "up alone"),
-        ("waiting of down", "down", "combine", "down alone"),
-    ):  # fmt: skip
-        if {left, *right} <= us.keys():
-            found[name] = us[left] - max(us[each] for each in right)
+    routed = row["routed"]
+    rows, experts = (max(each[name] for each in routed) for name in ("rows", "experts"))
+    some = [each for each in routed if each["rows"]]
+    found = {"tails": max(each["multiplied"] / each["rows"] for each in some) - 1,
+             "halves": max(each["halves"] / each["tiles"] for each in some)}  # fmt: skip
+    for name, whole, part in (
+        ("routing", "dispatch", "routed"),
+        ("exposed of up", "up", "up alone"),
+        ("exposed of down", "down", "down alone"),
+    ):
+        if {whole, part} <= us.keys():
+            found[name] = us[whole] - us[part]
     if not {"dense", "copy"} <= us.keys():
         return found
     found["tflops"], found["gbs"] = 2e-6 * side**3 / us["dense"], 16e-3 * side**2 / us["copy"]
