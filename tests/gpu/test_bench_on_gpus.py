@@ -167,6 +167,29 @@ def test_peers_of_sums_are_right(op: OpName, norm: bool) -> None:
 
 @times_ranks
 @needs_gpus(2)
+def test_peers_of_e4m3_experts_are_right() -> None:
+    """Where graphs are captured as well the one whose weights were dequantised; the others wait for
+    numbers of rows there, and say so."""
+    sizes = {"tokens": 200, "hidden": 512, "features": 256, "experts": 8, "top_k": 2}
+    ops = ("moe_dispatch_gemm", "moe_gemm_combine", "moe_layer")
+    names = ("nccl+cublas", "gather+grouped", "gather+dequantised")
+    made = bench(
+        2, shapes=tuple(Shape(op=op, sizes=sizes) for op in ops), modes=("eager", "graph"),
+        dtype="float8_e4m3fn", layout="column", scales="block", capacity=True,
+        contenders=("mkernel", *names),
+    )  # fmt: skip
+    for row in made.rows:
+        for name in names:
+            entry, about = row.entries[name], (row.mode, row.shape.op, name)
+            if row.mode == "eager" or name == "gather+dequantised":
+                assert entry.state == "right", (*about, entry.why)
+            else:
+                assert entry.state == "absent", about
+                assert "not in a graph" in entry.why, about
+
+
+@times_ranks
+@needs_gpus(2)
 def test_counted_launches_start_together() -> None:
     shape = Shape(op="gemm_all_reduce", m=256, n=512, k=512)
     made = bench(2, shapes=(shape,), launches=True, contenders=("mkernel", *PEERS, *PARTS))

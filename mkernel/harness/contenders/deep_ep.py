@@ -79,7 +79,7 @@ class DeepEp(ExpertPeer):
             return {"rows": rows, "counts": counts}
         if self.op == "moe_dispatch_gemm":
             return {"outputs": products(rows, inputs["w"], counts), "counts": counts}
-        rows = gated_products(rows, inputs["w"], inputs["w2"], counts)
+        rows = gated_products(inputs, rows, None, counts)
         return self._brought_home(routing.summed(rows, weights), handle)
 
     def _sent(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, Sorted, tuple[Any, ...]]:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mkernel.backends.contracts.scaled import STEP, block_product, padded_blocks
+from mkernel.backends.contracts.scaled import STEP, block_product, dequantised, padded_blocks
 from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.errors import Unsupported
-from mkernel.harness.contenders import EXPERTS, Contender, expert_rows, widened
+from mkernel.harness.contenders import EXPERTS, Contender, expert_blocks, expert_rows, widened
 from mkernel.harness.contenders.collectives import all_gather, reduce_scatter
 from mkernel.harness.contenders.products import scales_without_product
 from mkernel.harness.problem import Inputs, Problem, Tensors
@@ -76,6 +76,8 @@ def keep_scales(held: Inputs, capacity: int | None = None) -> None:
         if f"{name}_scale" in held:
             blocks = [padded_blocks(each).t() for each in held[f"{name}_scale"]]
             kept(held, f"{name}_blocks", torch.stack(blocks).transpose(1, 2))
+    if {"w_scale", "w2_scale"} <= held.keys():
+        expert_blocks.prepare(held["w2"].device, held["w2"].shape[1])
 
 
 def of_experts(
@@ -86,9 +88,11 @@ def of_experts(
 
     torch's grouped product takes no float32 scales by blocks, so that e4m3 operands have a product an
     expert, and results in bfloat16. It takes rows in fours: those that are the next expert's get their
-    own results by the next product.
+    own results by the next product. Weights that are kept in bfloat16 have the grouped one.
     """
-    w = inputs[name]
+    w = inputs[f"{name}_wide" if f"{name}_wide" in inputs else name]
+    if scale is not None and w.dtype == torch.bfloat16:
+        rows, scale = expert_blocks.widened(rows, scale), None
     if scale is None:
         return products(rows, w, counts)
     _refuse_capture(rows, "products of unknown sizes")
@@ -103,11 +107,19 @@ def of_experts(
 
 
 def gated_products(
-    rows: torch.Tensor, w: torch.Tensor, w2: torch.Tensor, counts: torch.Tensor
+    inputs: Inputs, rows: torch.Tensor, scale: torch.Tensor | None, counts: torch.Tensor
 ) -> torch.Tensor:
-    """Compute a layer's experts of their rows; ``w`` has the gates' columns, then the ups'."""
-    both = products(rows, w, counts)
-    return products(expert_rows.gated(both, counts.sum(0, keepdim=True)), w2, counts)
+    """Compute a layer's experts of their rows, as :func:`of_experts` does each product; ``w`` has the
+    gates' columns, then the ups'. What comes between e4m3 weights is quantised."""
+    both = of_experts(inputs, "w", rows, scale, counts)
+    scale = None
+    if "w2_wide" in inputs:
+        between = expert_blocks.rounded(both)
+    elif "w2_scale" in inputs:
+        between, scale = expert_blocks.quantised(both)
+    else:
+        between = expert_rows.gated(both, counts.sum(0, keepdim=True))
+    return of_experts(inputs, "w2", between, scale, counts)
 
 
 def _refuse_capture(tensor: torch.Tensor, what: str) -> None:
@@ -167,17 +179,20 @@ def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int]) -> torc
 
 def dispatched_rows(problem: Problem, inputs: Inputs) -> Tensors:
     """Exchange every copy of a token, and its scales, by an all-to-all."""
+    routing, rows, scale = _sent(problem, inputs)
+    found = {"rows": rows, "counts": routing.counts}
+    return found if scale is None else {**found, "scales": scale}
+
+
+def _sent(problem: Problem, inputs: Inputs) -> tuple[Exchanged, torch.Tensor, torch.Tensor | None]:
     routing = Exchanged(problem, inputs["topk_ids"])
-    found = {"rows": routing.send(inputs["x"]), "counts": routing.counts}
-    return found | ({"scales": routing.send(inputs["x_scale"])} if "x_scale" in inputs else {})
+    scale = inputs.get("x_scale")
+    return routing, routing.send(inputs["x"]), None if scale is None else routing.send(scale)
 
 
 def dispatch(problem: Problem, inputs: Inputs) -> Tensors:
     """Exchange every copy of a token by an all-to-all, and multiply."""
-    routing = Exchanged(problem, inputs["topk_ids"])
-    rows, scale = routing.send(inputs["x"]), None
-    if "x_scale" in inputs:
-        scale = routing.send(inputs["x_scale"])
+    routing, rows, scale = _sent(problem, inputs)
     rows = of_experts(inputs, "w", rows, scale, routing.counts)
     return {"outputs": rows, "counts": routing.counts}
 
@@ -196,9 +211,8 @@ def gemm_combine(problem: Problem, inputs: Inputs) -> Tensors:
 
 def layer(problem: Problem, inputs: Inputs) -> Tensors:
     """Exchange every copy of a token, compute the experts, and exchange what they made."""
-    routing = Exchanged(problem, inputs["topk_ids"])
-    rows = routing.send(inputs["x"])
-    rows = gated_products(rows, inputs["w"], inputs["w2"], routing.counts)
+    routing, rows, scale = _sent(problem, inputs)
+    rows = gated_products(inputs, rows, scale, routing.counts)
     return {"out": routing.bring_home(rows, inputs["topk_weights"])}
 
 
@@ -325,7 +339,10 @@ class GatheredExperts(ExpertPeer):
         coming.wait()
         if scales is not None:
             coming_last.wait()
-            scale = routing.copied(scales)
+            if "w_wide" in inputs:
+                tokens = expert_blocks.widened(tokens, scales)
+            else:
+                scale = routing.copied(scales)
         if self.op == "moe_dispatch":
             found = {"rows": routing.copied(tokens), "counts": routing.counts}
             return found if scale is None else {**found, "scales": scale}
@@ -333,7 +350,7 @@ class GatheredExperts(ExpertPeer):
             rows = of_experts(inputs, "w", routing.copied(tokens), scale, routing.counts)
             return {"outputs": rows, "counts": routing.counts}
         weights, coming = gathering(inputs["topk_weights"], world)
-        rows = gated_products(routing.copied(tokens), inputs["w"], inputs["w2"], routing.counts)
+        rows = gated_products(inputs, routing.copied(tokens), scale, routing.counts)
         coming.wait()
         return self._brought_home(routing.summed(rows, weights))
 
@@ -341,6 +358,35 @@ class GatheredExperts(ExpertPeer):
         out = sums.new_empty(len(sums) // self.problem.world, sums.shape[1])
         reduce_scatter(out, sums)
         return {"out": out}
+
+
+class DequantisedExperts(GatheredExperts):
+    """The same of e4m3 experts by a grouped product, which graphs capture: their weights are kept in
+    bfloat16, twice as many bytes, and rows are dequantised where they arrived. Nothing of the former is
+    timed."""
+
+    name = "gather+dequantised"
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        if problem.op not in EXPERTS or problem.case.options.get("scales") != "block":
+            return "for products of experts in e4m3"
+        return super(GatheredExperts, cls).unusable(problem)
+
+    def before(self, inputs: Inputs) -> None:
+        super().before(inputs)
+        for name in ("w", "w2"):
+            if name in inputs:
+                self._widen(inputs, name)
+
+    def _widen(self, inputs: Inputs, name: str) -> None:
+        w, scales = inputs[name], inputs[f"{name}_scale"]
+        expert_blocks.prepare(self.problem.device, w.shape[1])
+        if f"{name}_wide" not in inputs:
+            inputs[f"{name}_wide"] = torch.empty_like(w, dtype=torch.bfloat16)
+        # One after the other: in float32 all of them take much memory.
+        for wide, one, scale in zip(inputs[f"{name}_wide"], w, scales, strict=True):
+            wide.copy_(dequantised(one, scale))
 
 
 CALLS: dict[str, Callable[[Problem, Inputs], Tensors]] = {

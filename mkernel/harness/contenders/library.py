@@ -89,7 +89,7 @@ class Gemm(Contender):
             else:
                 rows = routing.send(self._exchangeable(inputs["x"])).to(device)
             kept(inputs, "rows", padded(rows, capacity))
-            if "x_scale" in inputs and self.op == "moe_dispatch_gemm":
+            if "x_scale" in inputs and self.op != "moe_gemm_combine":
                 scale = routing.send(self._exchangeable(inputs["x_scale"])).to(device)
                 kept(inputs, "rows_scale", padded(scale, capacity))
 
@@ -104,10 +104,10 @@ class Gemm(Contender):
             return outputs
         if self.op in attention.ALONE:
             return attention.ALONE[self.op](self.problem, inputs)
-        rows, counts = inputs["rows"], inputs["counts"]
+        rows, scale, counts = inputs["rows"], inputs.get("rows_scale"), inputs["counts"]
         if self.op == MOE_LAYER:
-            return {"rows": experts.gated_products(rows, inputs["w"], inputs["w2"], counts)}
-        name, scale = "w" if self.op == "moe_dispatch_gemm" else "w2", inputs.get("rows_scale")
+            return {"rows": experts.gated_products(inputs, rows, scale, counts)}
+        name = "w" if self.op == "moe_dispatch_gemm" else "w2"
         return {"rows": experts.of_experts(inputs, name, rows, scale, counts)}
 
     def judged(self, results: Tensors, inputs: Inputs) -> Tensors:

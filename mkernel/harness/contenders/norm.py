@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch.nn.functional import rms_norm
 
 from mkernel.cases.all_reduce import SumCase
+from mkernel.harness.contenders.compiled import compiled
 from mkernel.harness.problem import Inputs, Problem, Tensors
-
-_MOST_SHAPES = 1024
-"""Shapes for which torch compiles the norm in one process; its own limit is 8."""
 
 _Run = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -30,18 +27,6 @@ def _added_and_normed(
     return rms_norm(new, weight.shape, weight, eps), new
 
 
-@cache
-def _compiled() -> _Run:
-    """Compile both steps into one kernel a shape, in this process: others would disturb the turns."""
-    from torch._dynamo import config as dynamo
-    from torch._inductor import config as inductor
-
-    dynamo.recompile_limit = _MOST_SHAPES
-    dynamo.accumulated_recompile_limit = _MOST_SHAPES
-    inductor.compile_threads = 1
-    return torch.compile(_added_and_normed, fullgraph=True, dynamic=False)
-
-
 class AddAndNorm:
     """The step after a library's sum; it does nothing where the problem has no norm.
 
@@ -56,7 +41,9 @@ class AddAndNorm:
         case: Any = problem.case
         assert isinstance(case, SumCase)
         self._eps = case.eps
-        self._run = _added_and_normed if problem.device.type == "cpu" else _compiled()
+        self._run = _added_and_normed
+        if problem.device.type != "cpu":
+            self._run = compiled(_added_and_normed)
         shape, dtype = problem.memory("op")["residual_out"]
         total, residual, weight = (
             torch.zeros(each, dtype=dtype, device=problem.device)
