@@ -19,8 +19,8 @@
 #            (bench/hopper_notes.md)   hopper_{all_reduce,few_rows}_{,norm_}2.json
 #   ways     COUNT [100] shapes of SEED [41] in every way, as CUDA graphs: what constants are fitted to and
 #            choices are judged by                           ways.json
-#   experts  MODELS' [deepseek qwen] experts by numbers of tokens, with Zipf's routing, whole layers
-#                                                            hopper_moe_*_2.json
+#   experts  MODELS' [deepseek qwen] experts by numbers of tokens, with Zipf's routing, whole layers, those of e4m3
+#            too                                             hopper_moe_*_2.json
 #   experts_nodes  the same between nodes, where no library takes the NIC  hopper_moe_*_nodes_*_2.json
 #   tiles    products by every tiling                         tile_menu.json
 #   fp8      e4m3 operands with scales by rows, as CUDA graphs  hopper_fp8_2.json
@@ -31,6 +31,10 @@
 #            CUDA's MPS, which must run      hopper_nodes_2_{cx7,efa}.json, hopper_nodes_shared_{cx7,efa}.json
 #   host     what calls cost their host                      host_time.json
 #   whole    whole models beside torch's and beside no communication  whole_models.json
+#   decode   decode steps beside the libraries that serve, in bfloat16 and in e4m3  decode.json, decode_e4m3.json
+#   training  a training step of a layer of experts          moe_training.json
+#   prefill  where the time of a layer of experts goes       prefill.json
+#   serving  a server for five minutes beside NCCL           serving.txt
 #   parts    the product on one GPU, streams, transfers      hopper_gemm.json, streams_cuda_2.json,
 #                                                            transfer.json
 #   flags    flags that copy engines copy behind their data, a million times  copied_flags.json
@@ -165,7 +169,7 @@ for part in "$@"; do
     rows)
         seed=${SEED:-20261202}
         bench "hopper_random_${seed}_rows_${card}2" "${drawn[@]}" --random "${COUNT:-200}" --seed "$seed" \
-            --most-rows 1024 --peers "$served" --mode graph
+            --most-rows 1024 --peers "$served,symm_mem" --mode graph
         ;;
     bars)
         named=(--ranks 2 --accelerator hopper --mode graph --iterations 6 --warmup 1)
@@ -210,7 +214,10 @@ for part in "$@"; do
             experts "$model" "$halves" graph "$few"
             experts "${model}_flushed" "$halves" kernel "tokens=32 $of"
             experts "${model}_zipf" "$halves" graph "tokens=4096 $of" --routing zipf
-            experts "${model}_layers" moe_layer kernel "tokens=32 $of, tokens=512 $of, tokens=4096 $of"
+            some="tokens=32 $of, tokens=512 $of, tokens=4096 $of"
+            experts "${model}_layers" moe_layer kernel "$some"
+            experts "${model}_layers_e4m3" moe_layer kernel,graph "$some" --dtype float8_e4m3 \
+                --peers gather+grouped,gather+dequantised
             for tokens in 16384 32768; do # two sets of inputs for each contender do not fit 80 GB
                 experts "${model}_$((2 * tokens))" "$halves" kernel "tokens=$tokens $of"
             done
@@ -266,6 +273,20 @@ for part in "$@"; do
     whole)
         run python bench/whole_models.py --json "$results/whole_models.json"
         ;;
+    decode)
+        run python bench/decode.py --json "$results/decode.json"
+        run python bench/decode.py --dtype float8_e4m3fn --json "$results/decode_e4m3.json"
+        ;;
+    training)
+        run python bench/moe_training.py --json "$results/moe_training.json"
+        ;;
+    prefill)
+        run python bench/prefill.py --json "$results/prefill.json"
+        ;;
+    serving)
+        run python -m torch.distributed.run --nproc-per-node 2 examples/serving.py --width 8b --dtype bfloat16 \
+            --accelerator hopper --seconds 300 > "$results/serving.txt"
+        ;;
     host)
         run python bench/host_time.py --write
         [ "$results" = "$PWD/bench/results" ] || cp bench/results/host_time.json "$results/"
@@ -301,7 +322,7 @@ for part in "$@"; do
         run python bench/two_commits.py --old "$raw"/two_commits/old_*.json --new "$raw"/two_commits/new_*.json
         ;;
     *)
-        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, seed, rows, floor, bars, all_reduce, ways, experts, experts_nodes, tiles, fp8, fp8_more, attention, nodes, whole, host, parts, soak, calls, alternate" >&2
+        echo "bench/measure.sh: no part $part; tests, shared, targets, layers, loops, first, seed, rows, floor, bars, all_reduce, ways, experts, experts_nodes, tiles, fp8, fp8_more, attention, nodes, whole, decode, training, prefill, serving, host, parts, flags, soak, calls, alternate" >&2
         exit 2
         ;;
     esac
