@@ -21,9 +21,12 @@ and library), each in a world of its own, and for every op, also along dimension
                 torch.mm of the same new sizes; `growing` are those of more rows than any before
   drawn         an eager loop over a tenth as many row counts not seen before, and of torch's collective
                 and product (drawn mm)
+  after a pause one call of AllGather+GEMM, GEMM+AllReduce, AllReduce, mm, and mm with torch's
+                all_reduce after 0.7 s in which nothing runs, until its device is done; path fused alone
 and how many objects and blocks of memory 10,000 known calls leave behind.
 Bars on a GPU: known and several, mm and 2 us, and 2.5 us a command beyond the first; step, twice
-torch's; compiled, mm's and 8 us; graph, mm's and 1 us; new rows 150 us, 500 us of 99 %; drawn, torch's.
+torch's; compiled, mm's and 8 us; graph, mm's and 1 us; new rows 150 us, 500 us of 99 %; drawn, torch's;
+after a pause, mm's and 60 us.
 Two ranks on one GPU have no collective of torch beside them.
 """
 
@@ -45,9 +48,11 @@ import graphs
 import results_file
 import torch
 from torch import distributed
+from torch.distributed import PrefixStore
 from torch_group import default_group
 
 import mkernel
+from mkernel.harness.clock import Meeting, wait_until
 from mkernel.harness.contenders import collectives
 from mkernel.harness.contenders.symm_mem import ENVIRONMENT
 
@@ -62,11 +67,14 @@ The longest hold is some 80 ms on an H200."""
 OVER_MM_US, COMMAND_US = {"known": 2.0, "compiled": 8.0, "graph": 1.0}, 2.5
 STEP_BY_MM = 2.0
 NEW_ROWS_US, NEW_ROWS_99_US = 150.0, 500.0
+PAUSED = ("all_gather_gemm", "gemm_all_reduce", "all_reduce")
 DRAWN_PART, DRAWN_BLOCK = 10, 50
 """The loop beside torch's collective has a tenth of the row counts, in blocks that take turns."""
 QUEUES = ("cudaLaunch", "cuLaunch", "cudaMemcpy", "cuMemcpy", "cudaMemset", "cuMemset", "cuStreamW",
           "cuStreamBatch", "cudaEventRecord", "cuEventRecord", "cudaStreamWait")  # fmt: skip
 """The beginnings of the names of driver functions that put something on a stream."""
+PAUSE_S, AWAKE_S, OVER_MM_PAUSED_US = 0.7, 1e-3, 60.0
+"""A host sleeps but for the end of a pause, so that ranks start together."""
 NOTHING = "nothing_backend:Nothing"
 
 
@@ -213,7 +221,7 @@ def commands(call: Callable[[], object], calls: int = 10) -> float:
     return queued / calls or math.nan
 
 
-def of_one_rank(calls: int, repeats: int, rows: int, cuda: bool) -> dict[str, float]:
+def of_one_rank(calls: int, repeats: int, rows: int, pauses: int, cuda: bool) -> dict[str, float]:
     """All figures of this rank, in us; counts of what stays behind."""
     torch.set_grad_enabled(False)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -245,6 +253,8 @@ def of_one_rank(calls: int, repeats: int, rows: int, cuda: bool) -> dict[str, fl
     for name, op in known.items():
         with default_group(cuda):
             found |= {f"{name} {what}": us for what, us in new_rows(name, op, rows, timer).items()}
+    with default_group(cuda):
+        found |= after_pauses(known, pauses, timer)
     for name, op in known.items():
         found[f"{name} several"] = timer.us({"": lambda op=op: op.mine(op.a, op.b)})[""]
     return found
@@ -309,6 +319,28 @@ def _each(call: Callable[[int], object], counts: Iterable[int]) -> None:
         call(count)
 
 
+def after_pauses(ops: Mapping[str, Op], pauses: int, timer: Timer) -> dict[str, float]:
+    """Time one call of each after a pause, in turns; return the medians of so many. Collective."""
+    world, summed = mkernel.world(), ops["gemm_all_reduce"]
+    meeting = Meeting(PrefixStore("pauses", world.group_store), world.rank, world.size)
+    calls: dict[str, Callable[[], object]] = {
+        name: partial(op.mine, op.a, op.b) for name, op in ops.items() if name in PAUSED
+    }
+    calls["all_reduce"] = partial(mkernel.all_reduce, summed.mine(summed.a, summed.b))
+    calls["mm"] = partial(torch.mm, summed.a, summed.b)
+    if distributed.is_initialized():
+        calls["mm, all_reduce"] = lambda: distributed.all_reduce(torch.mm(summed.a, summed.b))
+    us: dict[str, list[float]] = {name: [] for name in calls if pauses}
+    for turn in range(pauses + 1):
+        for name in us if turn % 2 == 0 else reversed(us):
+            timer.stream.wait()
+            start = meeting.agree(PAUSE_S if turn else 0)
+            time.sleep(max(0.0, (start - time.monotonic_ns()) / 1e9 - AWAKE_S))
+            wait_until(start)
+            us[name].append(timer.waited_us(calls[name]))
+    return {f"{name} after a pause": statistics.median(each[1:]) for name, each in us.items()}
+
+
 def left_behind(a: torch.Tensor, b: torch.Tensor, calls: int = 10_000) -> dict[str, float]:
     """Objects that the collector knows, and blocks of Python's memory, more after so many calls."""
 
@@ -353,6 +385,8 @@ def bars(found: Mapping[str, float], new: bool) -> list[str]:
         limit(f"{name} drawn", f"{name} drawn mm")
         if new:
             limits |= {f"{name} new rows": NEW_ROWS_US, f"{name} new rows, 99 %": NEW_ROWS_99_US}
+    for name in PAUSED:
+        limit(f"{name} after a pause", "mm after a pause", over=OVER_MM_PAUSED_US)
     return [
         f"{what}: {found[what]:.1f} us, bar {bar:.1f}"
         for what, bar in limits.items()
@@ -368,6 +402,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=50)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--shapes", type=int, default=4000, help="row counts that are new")
+    parser.add_argument("--pauses", type=int, default=15, help="calls of each after a pause")
     parser.add_argument("--write", action="store_true", help="into bench/results/host_time*.json")
     given = parser.parse_args()
     nothing, cuda = given.accelerator == "nothing", given.accelerator == "hopper"
@@ -379,8 +414,8 @@ def main() -> int:
     for path in ("fused", "library") if alone else ("fused",):
         os.environ["MKERNEL_PATH"] = path
         ranks = mkernel.launch(
-            of_one_rank, given.calls, given.repeats, given.shapes, cuda,
-            ranks_per_node=given.ranks,
+            of_one_rank, given.calls, given.repeats, given.shapes,
+            given.pauses if path == "fused" else 0, cuda, ranks_per_node=given.ranks,
             accelerator=NOTHING if nothing else given.accelerator,
         )  # fmt: skip
         figures[path] = found = {name: max(rank[name] for rank in ranks) for name in ranks[0]}

@@ -23,7 +23,7 @@ def test_calls_that_do_nothing_are_timed(
     monkeypatch.syspath_prepend(str(BENCH))
     import host_time
 
-    given = "--accelerator nothing --ranks 1 --calls 5 --repeats 2 --shapes 10"
+    given = "--accelerator nothing --ranks 1 --calls 5 --repeats 2 --shapes 10 --pauses 1"
     monkeypatch.setattr(sys, "argv", ["host_time.py", *given.split()])
     with patch.dict(os.environ):  # which it changes
         host_time.main()
@@ -35,6 +35,8 @@ def test_calls_that_do_nothing_are_timed(
             for mode in ("known", "step", "compiled"):
                 assert float(lines[f"{op}{where} {mode}"]) > 0
         assert float(lines[f"{op} new rows, 99 %"]) >= float(lines[f"{op} new rows"])
+    for name in ("all_gather_gemm", "gemm_all_reduce", "all_reduce", "mm", "mm, all_reduce"):
+        assert 0 < float(lines[f"{name} after a pause"]) < 0.7e6  # of the call alone
     assert abs(float(lines["objects left"])) < 100  # 10,000 calls are started without Python
 
 
@@ -45,12 +47,15 @@ def test_bars_are_above_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     op = "gemm_all_reduce"
     found = {f"{op} mm": 10.0, f"{op} known": 14.4, f"{op} commands": 2.0, f"{op} mm step": 50.0,
              f"{op} step": 99.0, f"{op} mm compiled": 20.0, f"{op} compiled": 27.0,
-             f"{op} new rows": 149.0, f"{op} new rows, 99 %": 499.0}  # fmt: skip
+             f"{op} new rows": 149.0, f"{op} new rows, 99 %": 499.0, "mm after a pause": 30.0,
+             f"{op} after a pause": 89.0}  # fmt: skip
     assert host_time.bars(found, new=True) == []
     one = host_time.bars({**found, f"{op} commands": 1.0}, new=True)
     assert one == [f"{op} known: 14.4 us, bar 12.0"]
     slow = {name: us if "mm" in name.split() else 2 * us for name, us in found.items()}
-    assert len(host_time.bars(slow, new=True)) == 5
+    assert len(host_time.bars(slow, new=True)) == 6
+    paused = {**found, "all_reduce after a pause": 90.1}
+    assert host_time.bars(paused, new=True) == ["all_reduce after a pause: 90.1 us, bar 90.0"]
     for name in ("mm", "known"):
         assert len(host_time.bars({**found, f"{op} {name}": math.nan}, new=True)) == 1
 
