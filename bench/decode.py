@@ -35,6 +35,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from turns import E4M3, LIMIT, Call, Place
 
 import mkernel
+from mkernel.cases.moe import gated
 from mkernel.harness.contenders import flash_infer
 from mkernel.harness.contenders.symm_mem import group_name
 
@@ -84,15 +85,9 @@ def add_norm_quantised(
     return *quantised(normed), new
 
 
-def activated(merged: Tensor) -> Tensor:
-    """Return silu(gate) * up."""
-    gate, up = merged.chunk(2, dim=-1)
-    return silu(gate) * up
-
-
 def activated_quantised(merged: Tensor) -> Rows:
     """Return silu(gate) * up in e4m3."""
-    return quantised(activated(merged))
+    return quantised(gated(merged))
 
 
 class Step(NamedTuple):
@@ -216,7 +211,7 @@ class Model:
     def step(self, end: Ending, compiler: Callable[[Any], Any]) -> Tensor:
         """Return the normalised rows behind the last layer."""
         scaled = self.shape.dtype == E4M3
-        activate = compiler(activated_quantised if scaled else activated)
+        activate = compiler(activated_quantised if scaled else gated)
         rows: Any = rms_norm(self.x, self.x.shape[-1:], self.norms[0], EPS)
         mixed: Any
         rows, residual = compiler(quantised)(rows) if scaled else Rows(rows), self.x

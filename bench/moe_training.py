@@ -24,18 +24,17 @@ from typing import Any, NamedTuple
 
 import torch
 import turns
+from experts import WIDTHS
 from torch import Tensor, distributed
 from torch.autograd import Function
-from torch.nn.functional import silu
 from turns import Call, Place
 
 import mkernel
+from mkernel.cases.moe import gated
 from mkernel.harness.contenders import expert_rows
 from mkernel.harness.contenders.collectives import all_gather, reduce_scatter
 from mkernel.harness.contenders.experts import Sorted
 
-WIDTHS = {"qwen": (4096, 1536, 128, 8), "deepseek": (7168, 2048, 256, 8), "tiny": (64, 32, 8, 2)}
-"""Hidden, features, experts of all ranks, top-k; the first is Qwen3-235B-A22B's."""
 OURS, PEERS = ("mkernel", "recomputed"), ("all-to-all", "gather")
 NAMES = ("out", "x", "w", "w2", "weights")
 BAR, SEED = 0.7, 20261130
@@ -138,12 +137,6 @@ def _reduced(whole: Tensor) -> Tensor:
     return share
 
 
-def activated(both: Tensor) -> Tensor:
-    """Return silu(gate) * up."""
-    gate, up = both.chunk(2, dim=-1)
-    return silu(gate) * up
-
-
 class Layer:
     """A rank's part of a layer of random weights, and what float32 says of one step."""
 
@@ -160,9 +153,9 @@ class Layer:
         w = drawn(self.own, hidden, 2 * features).mul_(hidden**-0.5)
         w2 = drawn(self.own, features, hidden).mul_(features**-0.5)
         self.leaves = [each.requires_grad_() for each in (x, w, w2, best.values.softmax(1))]
-        self.activated: Callable[[Tensor], Tensor] = activated
+        self.activated: Callable[[Tensor], Tensor] = gated
         if place.cuda:
-            self.activated = torch.compile(activated, dynamic=True)
+            self.activated = torch.compile(gated, dynamic=True)
         self.wanted = self._reference()
 
     def step(self, forward: Callable[..., Tensor]) -> list[Tensor]:
@@ -219,7 +212,7 @@ class Layer:
         for expert in range(self.own):  # one after the other: all at once do not fit in float32
             token, slot = (ids == expert).nonzero(as_tuple=True)
             both = [each[expert].float().requires_grad_() for each in (w, w2)]
-            rows = activated(x[token] @ both[0]) @ both[1] * weights[token, slot, None]
+            rows = gated(x[token] @ both[0]) @ both[1] * weights[token, slot, None]
             rows.backward(of_out[token])
             out.index_add_(0, token, rows.detach())
             for all_of, one in zip(of_experts, both, strict=True):

@@ -1,4 +1,4 @@
-"""Where the time of an expert layer's prefill goes: the ops, their parts alone, and the floor.
+"""Measure where the time of an expert layer's prefill goes: the ops, their parts alone, the floor.
 
     python bench/prefill.py [--sizes deepseek:4096,qwen:8192] [--dtype bfloat16] [--json FILE]
     python bench/prefill.py --accelerator streams --sizes tiny:64        on a CPU
@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 import turns
+from experts import WIDTHS
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from turns import E4M3, LIMIT, Call, Place
@@ -49,15 +50,13 @@ from mkernel.cases.moe import gated
 from mkernel.plan.model import BLOCK
 
 SIZES = "deepseek:4096,deepseek:8192,deepseek:16384,qwen:4096,qwen:8192,qwen:16384"
-WIDTHS = {"deepseek": (7168, 2048, 256, 8), "qwen": (4096, 1536, 128, 8), "tiny": (256, 128, 8, 2)}
-"""Hidden and inner features, experts of all ranks, and how many a token has."""
 GROUP_ROWS = 64
 """A warpgroup's rows of a tile; one that has none multiplies nothing."""
 SEED = 20261201
 
 
 class Shape(NamedTuple):
-    """What one row of results is of: tokens of a rank, and the dtype of weights."""
+    """Says what one row of results is of: the width, tokens of a rank, and the dtype of weights."""
 
     width: str
     tokens: int

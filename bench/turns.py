@@ -1,4 +1,4 @@
-"""What benchmarks share that time whole things in turns: their arguments, ranks, turns and rows.
+"""Share what benchmarks have that time whole things in turns: their arguments, ranks, turns and rows.
 
 A script has a generator of rows, which runs on every rank, and a main that reads arguments by
 ``parser``, runs the ranks by ``launched`` and returns ``exit_code``. In each row its contenders take
