@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from mkernel.errors import Unsupported
 from mkernel.ops.checkpointing import require_saving
 from mkernel.ops.inductor import require_order
 
+BENCH = Path(__file__).parents[2] / "bench"
 COMPILES_BESIDE = torch.__version__ < (2, 7)
 """Whether Inductor leaves workers behind, which hold what ranks share."""
 if COMPILES_BESIDE:
@@ -46,3 +48,11 @@ def pytest_runtest_makereport(
                 report.outcome = "skipped"
                 report.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {said}")
     return report
+
+
+@pytest.fixture
+def bench_scripts(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the benchmarks' scripts, which tests and their ranks may import."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setenv("PYTHONPATH", f"{BENCH}:{Path(__file__).parent}")
+    return BENCH

@@ -1,4 +1,4 @@
-"""What rank processes of test_prefill run."""
+"""Run in the rank processes of test_prefill: a layer that is right, and one that is not."""
 
 from __future__ import annotations
 

@@ -22,6 +22,21 @@ def operand(name: str, rank: int, *shape: int, dtype: torch.dtype = torch.float3
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def drawn_ids(routing: str, rank: int, experts: int, tokens: int, top_k: int) -> Tensor:
+    """Expert numbers [tokens, top_k] that every process can draw of any rank's: uniform, or with a
+    flaw that ``routing`` names."""
+    chance = torch.Generator().manual_seed(rank)
+    ids = torch.randint(experts, (tokens, top_k), generator=chance)
+    if routing == "one expert":  # all ranks but one have no rows
+        ids = torch.full_like(ids, 4)
+    elif routing == "duplicates":
+        ids[::2, 1] = ids[::2, 0]
+    elif routing == "padded":
+        ids[:, 1] = -1
+        ids[rank::4] = -1
+    return ids
+
+
 def on_ranks(
     check: Callable[..., Any], *arguments: Any, ranks: int = 2, accelerator: str = "streams"
 ) -> list[Any]:

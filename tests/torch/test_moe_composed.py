@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from ranks import on_ranks, operand
+from ranks import drawn_ids, on_ranks, operand
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -33,6 +34,7 @@ TOKENS, HIDDEN, FEATURES, EACH, TOP_K = 10, 32, 24, 2, 3
 EXPERTS = EACH * RANKS
 MOST = RANKS * TOKENS * TOP_K
 """Rows that a rank can get."""
+routed = partial(drawn_ids, experts=EXPERTS, tokens=TOKENS, top_k=TOP_K)
 ROUTINGS = ("uniform", "one expert", "duplicates", "padded")
 
 
@@ -52,18 +54,6 @@ class WithoutDerivatives(StreamsAccelerator):
 
 
 ALONE = f"{__name__}:WithoutDerivatives"
-
-
-def routed(routing: str, rank: int) -> Tensor:
-    ids = torch.randint(EXPERTS, (TOKENS, TOP_K), generator=torch.Generator().manual_seed(rank))
-    if routing == "one expert":  # two ranks have no rows, and one has an expert without any
-        ids = torch.full_like(ids, 4)
-    elif routing == "duplicates":
-        ids[::2, 1] = ids[::2, 0]
-    elif routing == "padded":
-        ids[:, 1] = -1
-        ids[rank::4] = -1
-    return ids
 
 
 def drawn(name: str, rank: int, *shape: int) -> Tensor:

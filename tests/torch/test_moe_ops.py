@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from ranks import close, on_ranks, operand
+from ranks import close, drawn_ids, on_ranks, operand
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -23,19 +23,7 @@ TOKENS, HIDDEN, FEATURES, EACH, TOP_K = 10, 8, 16, 2, 3
 EXPERTS = EACH * RANKS
 MOST = RANKS * TOKENS * TOP_K
 """Rows that a rank can get."""
-
-
-def routed(routing: str, rank: int) -> Tensor:
-    chance = torch.Generator().manual_seed(rank)
-    ids = torch.randint(EXPERTS, (TOKENS, TOP_K), generator=chance)
-    if routing == "one expert":
-        ids = torch.full_like(ids, 4)
-    elif routing == "duplicates":
-        ids[::2, 1] = ids[::2, 0]
-    elif routing == "padded":
-        ids[:, 1] = -1
-        ids[rank::4] = -1
-    return ids
+routed = partial(drawn_ids, experts=EXPERTS, tokens=TOKENS, top_k=TOP_K)
 
 
 def inputs(rank: int) -> list[Tensor]:

@@ -13,13 +13,7 @@ from in_world import DEADLINE_S
 
 import mkernel
 
-BENCH = Path(__file__).parents[2] / "bench"
-
-
-@pytest.fixture(autouse=True)
-def _bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.setenv("PYTHONPATH", f"{BENCH}:{Path(__file__).parent}")
+pytestmark = pytest.mark.usefixtures("bench_scripts")
 
 
 def test_all_parts_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 import mkernel
 from mkernel.harness import gains
 
-BENCH = Path(__file__).parents[2] / "bench"
-
-
-@pytest.fixture(autouse=True)
-def _bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.setenv("PYTHONPATH", f"{BENCH}:{Path(__file__).parent}")
+pytestmark = pytest.mark.usefixtures("bench_scripts")
 
 
 def test_models_of_all_forms_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What rank processes of test_turns run."""
+"""Run in the rank processes of test_turns: contenders that fail on one rank."""
 
 from __future__ import annotations
 
