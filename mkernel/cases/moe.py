@@ -22,7 +22,7 @@ cut by rows, experts by their number.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,8 +55,6 @@ ZIPF = 1.2
 
 _X, _IDS, _W, _WEIGHTS, _Y = range(5)
 _X_SCALE, _W_SCALE = 9, 10  # after the tensors of the other cases
-
-
 E4M3_SUMS = 5e-3
 """The error of an element of products of e4m3 experts, relative to their root mean square. Matrix units
 add a block's products with 14 bits: emulated sums are off by up to 3.9e-3
@@ -195,6 +193,17 @@ class MoeCase(Case):
         scale = self._dispatch_scales(rank, world_size, iteration).get("w_scale")
         return wide(self._w(rank, world_size, iteration), scale)
 
+    def _dispatched(
+        self, call: Callable[..., Done], tensors: Tensors, execution: Execution
+    ) -> Done:
+        """Run a dispatch of tensors; with the option, after one of other tokens for its handle, and
+        without ids."""
+        if not self.options.get("handle"):
+            return call(tensors, **execution)
+        first = call({**tensors, "x": tensors["x"].flip(0)}, wait=execution["wait"])
+        without = {**tensors, "topk_ids": torch.full_like(tensors["topk_ids"], -1)}
+        return call(without, **first.outputs["handle"]._asdict(), **execution)
+
     def _laid_out(self, w: torch.Tensor) -> torch.Tensor:
         """Return the experts' weights in the case's layout."""
         return w.transpose(1, 2).contiguous().transpose(1, 2) if self.layout == "column" else w
@@ -249,18 +258,12 @@ class MoeDispatchCase(MoeCase):
         return {"outputs": ((rows, width), dtype), "out": ((tokens, width), dtype)}
 
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
-        """Call the dispatch and the combine; with the option the dispatch comes after one of other
-        tokens for its handle, and without ids."""
+        """Call the dispatch and the combine."""
         dtype = getattr(torch, self.out_dtype)
         call = partial(
             dispatched, activation=self.options.get("activation"), out_dtype=dtype, chunk=self.chunk
         )
-        again, handle = tensors, {}
-        if self.options.get("handle"):
-            first = call({**tensors, "x": tensors["x"].flip(0)}, wait=execution["wait"])
-            handle = first.outputs["handle"]._asdict()
-            again = {**tensors, "topk_ids": torch.full_like(tensors["topk_ids"], -1)}
-        sent = call(again, **handle, **execution)
+        sent = self._dispatched(call, tensors, execution)
         grouped, handle = sent.outputs["outputs"], sent.outputs["handle"]
         weights = tensors["topk_weights"]
         home = moe.combine(grouped, handle, weights, out_dtype=dtype, **execution)
@@ -396,18 +399,15 @@ class MoeRowsCase(MoeCase):
         return {"rows": ((rows, self._hidden()), getattr(torch, self.out_dtype))}
 
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
-        """Call the dispatch; with the option, after one of other tokens for its handle, and without
-        ids."""
-        x, ids, experts = tensors["x"], tensors["topk_ids"], self.sizes["experts"]
-        call = partial(
-            dispatch_rows, topk_ids=ids, x_scale=tensors.get("x_scale"), num_experts=experts,
-            chunk=self.chunk,
-        )  # fmt: skip
-        handle = {}
-        if self.options.get("handle"):
-            first = call(x.flip(0), wait=execution["wait"])
-            handle = {"topk_ids": torch.full_like(ids, -1), **first.outputs["handle"]._asdict()}
-        sent = call(x, **handle, **execution)
+        """Call the dispatch."""
+
+        def call(given: Tensors, **options: Any) -> Done:
+            return dispatch_rows(
+                given["x"], given["topk_ids"], given.get("x_scale"), chunk=self.chunk,
+                num_experts=self.sizes["experts"], **options,
+            )  # fmt: skip
+
+        sent = self._dispatched(call, tensors, execution)
         found = {name: each for name, each in sent.outputs.items() if name != "handle"}
         return Outcome(found, sent.plan, sent.record)
 
