@@ -369,10 +369,10 @@ def tables(shapes: Sequence[Moe], seed: int) -> list[str]:
 
 FAULTS = ("expert", "tail", "slots", "stale", "weights", "halves")
 ROWS_FAULTS = ("neighbour", "missing", "stale")
-"""Of a dispatch without a product."""
+"""They are planted in a dispatch without a product."""
 AGAIN_FAULTS = ("expert", "tail", "stale", "tables")
-"""Of a dispatch that uses a handle. ``tables``: of another routing; ``uncounted``, of one that
-permutes: it takes its rows for permuted from the start."""
+"""They are planted in a dispatch that uses a handle. ``tables`` are those of another routing.
+``uncounted``, where a dispatch permutes, takes its rows for permuted from the start."""
 WANTED_FAULTS = ("stale", "unsent")
 """Of tokens that go where they are wanted."""
 

@@ -168,8 +168,8 @@ def test_peers_of_sums_are_right(op: OpName, norm: bool) -> None:
 @times_ranks
 @needs_gpus(2)
 def test_peers_of_e4m3_experts_are_right() -> None:
-    """Where graphs are captured as well the one whose weights were dequantised; the others wait for
-    numbers of rows there, and say so."""
+    """Graphs capture the one whose weights were dequantised; the others wait for numbers of rows there,
+    and say so."""
     sizes = {"tokens": 200, "hidden": 512, "features": 256, "experts": 8, "top_k": 2}
     ops = ("moe_dispatch_gemm", "moe_gemm_combine", "moe_layer")
     names = ("nccl+cublas", "gather+grouped", "gather+dequantised")

@@ -131,7 +131,7 @@ def test_gradients_by_the_companion() -> None:
 
 
 MANY = Moe(2048, 512, 256, 8, 8, activation="silu_and_mul")
-"""Of which torch's grouped product takes large tiles."""
+"""Torch's grouped product takes large tiles for it."""
 
 
 @worlds

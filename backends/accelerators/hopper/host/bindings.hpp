@@ -1,5 +1,5 @@
-// The functions by which each `bind_*.cpp` adds to the Python module, and what they share. Addresses and streams are plain
-// integers; CudaError becomes Python's RuntimeError subclass of that name.
+// The functions by which each `bind_*.cpp` adds to the Python module, and what they share. Addresses and
+// streams are plain integers; CudaError becomes Python's RuntimeError subclass of that name.
 #pragma once
 
 #include <pybind11/pybind11.h>
