@@ -308,10 +308,13 @@ def shown(row: dict[str, Any]) -> str:
 
 def rows(place: Place, shapes: Sequence[Shape], count: int) -> Iterator[dict[str, Any]]:
     """Measure all shapes."""
-    both = init_device_mesh(place.device.type, (place.ranks, 1), mesh_dim_names=("all", "one"))
-    mkernel.init(both["one"])
+    one = place.mesh
+    if place.ranks > 1:
+        names = ("all", "one")
+        one = init_device_mesh(place.device.type, (place.ranks, 1), mesh_dim_names=names)["one"]
+        mkernel.init(one)
     for shape in shapes:
-        yield of_one_row(shape, count, place, both["one"])
+        yield of_one_row(shape, count, place, one)
 
 
 def main() -> int:
