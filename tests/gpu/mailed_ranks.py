@@ -76,7 +76,7 @@ def _ending_early(executor: Any) -> Any:
     plan, made = executor._plan, few_rows.native()
 
     def shorter(**given: Any) -> Any:
-        return made.Product(**{**given, "k": given["k"] // 2})
+        return made.Product(**{**given, "k": given["k"] // 16 * 8})
 
     with calls.native_with(few_rows, Product=shorter):
         half = few_rows._product(plan)
