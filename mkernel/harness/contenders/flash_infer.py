@@ -8,6 +8,7 @@ Options of the calls are those that vLLM passes on Hopper.
 
 from __future__ import annotations
 
+import math
 from ctypes import c_void_p
 from importlib import import_module
 from importlib.util import find_spec
@@ -28,6 +29,8 @@ COMPILE = (
 _ABSENT = "flashinfer is not installed: pip install flashinfer-python"
 _WORLDS = (2, 4, 8)
 _ACCESS_BYTES = 16
+_MOST_THREADS, _MOST_CLUSTER = 1024, 8
+"""A row has a thread for each access, in blocks that are a cluster and have as many threads each."""
 _MOST_BYTES = 2**31 - 2**21
 """Its buffer of all ranks' rows is at most so large."""
 
@@ -165,6 +168,9 @@ def _unsupported(problem: Problem, one_shot: bool) -> str | None:
         return "for sums of 16-bit elements: the buffer of its two exchanges holds no others"
     if columns * dtype.itemsize % _ACCESS_BYTES:
         return f"for rows of multiples of {_ACCESS_BYTES} bytes"
+    threads = columns * dtype.itemsize // _ACCESS_BYTES
+    if threads // math.gcd(threads, _MOST_CLUSTER) > _MOST_THREADS:
+        return f"for rows that up to {_MOST_CLUSTER} blocks of {_MOST_THREADS} threads share evenly"
     if not one_shot and rows <= problem.world:
         return "for more rows than ranks"
     if rows * columns * dtype.itemsize * problem.world > _MOST_BYTES:

@@ -61,6 +61,9 @@ def test_why_it_takes_no_part(name: str, op: str, monkeypatch: pytest.MonkeyPatc
         (problem(op, "float32", "cuda"), "for sums of 16-bit elements: the buffer of its two "
                                          "exchanges holds no others"),
         (problem(op, device="cuda", n=60), "for rows of multiples of 16 bytes"),
+        (problem(op, device="cuda", n=10168),
+         "for rows that up to 8 blocks of 1024 threads share evenly"),
+        (problem(op, device="cuda", n=10176), None),
         (problem(op, device="cuda", m=2**17), None),
         (problem(op, device="cuda", m=2**17, n=2**13),
          "its buffer of all ranks' rows is less than 2 GiB"),
