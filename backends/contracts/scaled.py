@@ -61,6 +61,8 @@ def quantised_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
 STEP = 4
 """The granularity that cuBLAS requires with block scales, in rows of A and in blocks of K of B's
 scales."""
+_ALIGNMENT = 16
+"""The bytes at multiples of which cuBLAS requires the scales."""
 _BY_ROW_BLOCKS, _BY_BLOCKS, _PLAIN = 4, 5, 0
 """torch's values of ``ScalingType.BlockWise1x128``, ``BlockWise128x128`` and
 ``SwizzleType.NO_SWIZZLE``."""
@@ -72,7 +74,7 @@ def padded_blocks(scale: Tensor) -> Tensor:
     blocks, more = scale.t(), -len(scale) % STEP
     if more:
         blocks = torch.cat((blocks, blocks.new_ones((len(blocks), more))), 1)
-    return blocks.contiguous().t()
+    return _aligned(blocks.contiguous()).t()
 
 
 def block_product(a: Tensor, b: Tensor, scale: Tensor, padded: Tensor, out: Tensor) -> None:
@@ -83,7 +85,7 @@ def block_product(a: Tensor, b: Tensor, scale: Tensor, padded: Tensor, out: Tens
     if more:
         a, scale = _more_rows(a.view(torch.uint8), more).view(a.dtype), _more_rows(scale, more)
         whole = out.new_empty((rows + more, out.shape[1]))
-    block_mm(a, b, scale.t().contiguous().t(), padded, whole)
+    block_mm(a, b, _aligned(scale.t().contiguous()).t(), padded, whole)
     if more:
         out.copy_(whole[:rows])
 
@@ -94,6 +96,11 @@ def block_mm(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, out: Tensor) -> N
         a, b, [of_a], [_BY_ROW_BLOCKS], [_PLAIN], [of_b], [_BY_BLOCKS], [_PLAIN],
         None, out.dtype, [], False, out=out,
     )  # fmt: skip
+
+
+def _aligned(scale: Tensor) -> Tensor:
+    """Return scales where cuBLAS reads them: themselves, or a copy."""
+    return scale if scale.data_ptr() % _ALIGNMENT == 0 else scale.clone()
 
 
 def _more_rows(rows: Tensor, more: int) -> Tensor:

@@ -258,6 +258,7 @@ def block_mm(
     assert tuple(of_b.shape) == (padded, -(-columns // 128))
     assert of_b.stride(0) == 1
     assert of_b.stride(1) == padded or columns <= 128
+    assert of_a.data_ptr() % 16 == of_b.data_ptr() % 16 == 0
     _product(a, b, dequantised(a, of_a), dequantised(b, of_b[: k // 128]), out)
 
 

@@ -98,6 +98,15 @@ def test_results_of_one_rank_and_of_float16(fabric: Any, op: str, chunks: int) -
     run(planned(op, 10, 32, 128, 2, chunks=chunks, out_dtype="float16"), fabric(2), late=1)
 
 
+@pytest.mark.parametrize("rows", range(80, 84))
+@every_op
+def test_scales_of_one_block_of_k_are_read_at_multiples_of_16_bytes(
+    fabric: Any, op: str, rows: int
+) -> None:
+    """Such scales need no transposing, so those of a part lie within the caller's."""
+    run(planned(op, 2 * rows, 144, 128, 2, "block", chunks=3), fabric(2))
+
+
 @pytest.mark.parametrize("chunks", [0, 2])
 @pytest.mark.parametrize("mode", ["tensor", "row"])
 @every_op
