@@ -21,6 +21,7 @@ import torch
 
 from mkernel.errors import InputFileError
 from mkernel.harness import gpu_tests, modelled, results
+from mkernel.harness.contenders import OURS
 from mkernel.harness.provenance import devices, provenance
 from mkernel.harness.results import Report, Row
 from mkernel.schema_version import refusal
@@ -115,7 +116,7 @@ def summary(report: Report) -> dict[str, Any]:
 
     The planner's account of its constants is cut to its first sentence; the backend's data file at that
     commit has the rest. Shapes are listed once, by the rows. Parts that no row timed are left out, and
-    so are ratios of peers, which follow from medians.
+    so are ratios of peers, which follow from medians, and errors of peers that are right.
     """
     found = report.model_dump(mode="json", exclude={"rows": True, "spec": {"shapes"}})
     if report.conditions is not None:
@@ -141,6 +142,8 @@ def _without_turns(row: Row, untimed: Collection[str]) -> dict[str, Any]:
         changed: dict[str, Any] = {"seconds": (), "skew_us": (), "turns": counted}
         if entry.figures is not None and name != "mkernel":
             changed["figures"] = entry.figures.model_copy(update=dict.fromkeys(RATIOS))
+        if entry.state == "right" and name not in OURS:
+            changed |= {"error": None, "limit": 0.0}
         entries[name] = entry.model_copy(update=changed)
     kept = row.model_copy(update={"entries": entries})
     found: dict[str, Any] = _rounded(kept.model_dump(mode="json", exclude_defaults=True))
