@@ -69,6 +69,12 @@ class Host(Sourced):
 class Paths(Sourced):
     """The parts of a path between two devices of a node, in each direction."""
 
+    pcie_share: float = Field(
+        gt=0, le=1, description="of a PCIe link's rate, that copies between devices reach"
+    )
+    host_bridge_share: float = Field(
+        gt=0, le=1, description="of that, what they reach through a host bridge"
+    )
     sockets_gbs: float = Field(gt=0)
     sockets_us: float = Field(ge=0)
     host_bridge_us: float = Field(ge=0)

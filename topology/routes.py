@@ -46,7 +46,8 @@ class Way(Model):
     ``src_relay``, ``dst_relay`` are local ranks. ``staged``: the sides on which bytes rest in host
     memory, because the NIC cannot read or write the device's. ``crosses``: inside a node, the links
     of known rate that a pair crosses in place of the ports of a switch: PCIe links, or the pair's
-    own.
+    own. ``over_pcie``: no scale-up link joins a pair of one node, and its rates are modelled (the
+    section ``paths`` of ``data/links.json``).
     """
 
     kind: RouteKind
@@ -55,6 +56,7 @@ class Way(Model):
     dst_relay: int | None = Field(None, ge=0)
     staged: tuple[Literal["source", "destination"], ...] = ()
     crosses: tuple[Crossed, ...] = ()
+    over_pcie: bool = False
     fabric_gbs: float | None = Field(None, gt=0, description="of the hop to or from a relay")
     bandwidth_gbs: float = Field(gt=0, description="GB/s, one direction, all rails together")
     latency_us: float = Field(ge=0)

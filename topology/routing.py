@@ -88,6 +88,7 @@ def _by_group(constants: LinkConstants, inside: Way | None) -> Way:
         return Way(
             kind="group",
             crosses=inside.crosses,
+            over_pcie=inside.over_pcie,
             bandwidth_gbs=inside.bandwidth_gbs,
             latency_us=inside.latency_us,
         )
@@ -143,16 +144,16 @@ class _Side:
         constants = self._constants
         gbs = self.fabric_gbs(i, j)
         if gbs is None:
-            pcie = self._paths.between(self.devices[i], self.devices[j]).gbs
             return Way(
                 kind="host",
                 staged=("source", "destination"),
-                bandwidth_gbs=min(constants.host_gbs, pcie or constants.host_gbs),
+                bandwidth_gbs=min(constants.host_gbs, self._pcie_gbs(i, j) or constants.host_gbs),
                 latency_us=constants.p2p_latency_us + constants.host_latency_us,
             )
         return Way(
             kind="p2p",
             crosses=tuple(self._crosses(i, j, gbs)),
+            over_pcie=self._joined(self.devices[i], self.devices[j]) == "pcie",
             bandwidth_gbs=gbs,
             latency_us=constants.p2p_latency_us,
         )
@@ -160,8 +161,9 @@ class _Side:
     def fabric_gbs(self, i: int, j: int) -> float | None:
         """Return the rate between two local ranks' devices; None if they do not reach each other.
 
-        Devices that no scale-up link joins reach each other over PCIe. If no source states what
-        joins them, or how fast that is, the rate is the constants', or the default one.
+        Devices that no scale-up link joins reach each other over PCIe, at a modelled rate. If no
+        source states what joins them, or how fast that is, the rate is the constants', or the
+        default one.
         """
         one, other = self.devices[i], self.devices[j]
         if one.kind != other.kind or frozenset((one.id, other.id)) in self._refused:
@@ -169,7 +171,7 @@ class _Side:
         limits = [self._constants.p2p_gbs]
         usual, joined = defaults().fabric.gbs, self._joined(one, other)
         if joined == "pcie":
-            limits = [self._paths.between(one, other).gbs or usual]
+            limits = [self._pcie_gbs(i, j) or usual]
         elif joined != "unknown":
             limits += [link.gbs for link in self._paths.fabric(one, other)]
         if joined in ("switch", "unknown"):
@@ -198,16 +200,31 @@ class _Side:
             yield Crossed(name=f"{one.id} → {other.id}", gbs=gbs)
         if joined != "pcie":
             return
-        path = self._paths.between(one, other)
-        if path.gbs is None:
+        found = self._over_pcie(i, j)
+        if not found:
             yield Crossed(name=f"{one.id} PCIe up", gbs=gbs)
             yield Crossed(name=f"{other.id} PCIe down", gbs=gbs)
-        above = {device.id: {device.pci, *device.pci_path} for device in (one, other)}
+        yield from found
+
+    def _over_pcie(self, i: int, j: int) -> tuple[Crossed, ...]:
+        """Return the links of known rate that a pair crosses over PCIe, as fast as copies between
+        devices are modelled on them: PCIe's own links carry a share of their rate."""
+        one, other = self.devices[i], self.devices[j]
+        path, usual = self._paths.between(one, other), defaults().paths
+        through_host = CLASSES.index(path.kind) > _FARTHEST_DIRECT
+        share = usual.pcie_share * (usual.host_bridge_share if through_host else 1.0)
+        found = []
         for hop in path.hops:
+            up, down = (hop.name in (device.pci, *device.pci_path) for device in (one, other))
             if hop.gbs is not None:
-                up, down = (hop.name in above[device.id] for device in (one, other))
                 way = " up" if up else " down" if down else ""
-                yield Crossed(name=f"{hop.name}{way}", gbs=hop.gbs)
+                gbs = round(hop.gbs * share, 3) if way else hop.gbs
+                found.append(Crossed(name=f"{hop.name}{way}", gbs=gbs))
+        return tuple(found)
+
+    def _pcie_gbs(self, i: int, j: int) -> float | None:
+        """Return the rate of a pair over PCIe; None if no source states any."""
+        return min((link.gbs for link in self._over_pcie(i, j)), default=None)
 
     @cached_property
     def egress_gbs(self) -> float | None:

@@ -67,9 +67,6 @@ def plan(
         brief: leave out how the bytes go and what the backend decided.
         verbose: with every field of the schedule, and the digest that ranks compare.
     """
-    kinds: Counter[RouteKind] = Counter()
-    for route in made.routes.classes:
-        kinds[route.kind] += route.pairs
     between = f", {made.nic} over {made.verbs} verbs between nodes" if made.nic else ""
     if made.carrier:
         between = f", {made.carrier} between ranks"
@@ -83,7 +80,7 @@ def plan(
     if brief and not verbose:
         return _grid(rows)
     rows |= {
-        "routes": _routes(made, kinds),
+        "routes": _routes(made),
         **({"lanes": _lanes(made.nics, made.routes)} if made.nics else {}),
         **({"around": around} if (around := _around(made)) else {}),
     }
@@ -110,11 +107,27 @@ _WAYS: Mapping[RouteKind, str] = {
 """These phrases name the ways in which bytes go from one rank to another."""
 
 
-def _routes(made: CommonPart, pairs: Mapping[RouteKind, int]) -> str:
-    """Count the ordered pairs of ranks that send to each other in each way, in words."""
+def _routes(made: CommonPart) -> str:
+    """Count the ordered pairs of ranks that send to each other in each way, in words, with the
+    rates of those that go over PCIe or through host memory."""
+    pairs: Counter[str] = Counter()
+    rates: dict[str, set[float]] = {}
     ways = {**_WAYS, "group": f"by {made.carrier or 'a process group'}"}
-    said = ", ".join(f"{pairs[kind]} {ways[kind]}" for kind in sorted(pairs))
+    for route in sorted(made.routes.classes, key=lambda one: (one.kind, one.over_pcie)):
+        way = ways[route.kind] + (" over PCIe" if route.over_pcie else "")
+        pairs[way] += route.pairs
+        if route.over_pcie or route.kind == "host":
+            rates.setdefault(way, set()).add(route.bandwidth_gbs)
+    said = ", ".join(f"{count} {way}{_rates(rates.get(way))}" for way, count in pairs.items())
     return f"pairs of ranks: {said}" if said else "none needed"
+
+
+def _rates(gbs: set[float] | None) -> str:
+    """Return `` at 16 to 41.3 GB/s (modelled)``; nothing if no rates are given."""
+    if not gbs:
+        return ""
+    ends = dict.fromkeys(f"{rate:.3g}" for rate in (min(gbs), max(gbs)))
+    return f" at {' to '.join(ends)} GB/s (modelled)"
 
 
 def _around(made: CommonPart) -> str:

@@ -1,18 +1,23 @@
-"""No op of a GPU backend is predicted to be faster than the links of the description allow."""
+"""No op of a GPU backend is predicted to be faster than the links of the description allow, and
+plans show the rates of pairs that no scale-up link joins."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run
 from devices import gpu, node
 from devices import world as worlds
 
 from mkernel.backends import registry
+from mkernel.cli.plan import command
 from mkernel.plan.arguments import Around
 from mkernel.plan.model import OpName, Scales
 from mkernel.plan.planner import explain
 from mkernel.plan.predict import payloads
+from mkernel.topology.model import Bridge, FabricLink
 from mkernel.topology.world_map import world_map
 
 RANKS, PCIE_GBS = 4, 15.754
@@ -67,3 +72,57 @@ def test_bytes_travel_no_faster_than_the_slots_are(
     least_us = (RANKS - 1) * sum(sent) / (PCIE_GBS * 1e3)
     assert plan.prediction.comm_us >= 0.99 * least_us
     assert plan.prediction.pipelined_us >= 0.99 * least_us
+
+
+SWITCH = ("pci0000:00", "0000:00:01.0", "0000:01:00.0")
+BOX = tuple(
+    gpu(
+        i,
+        name="NVIDIA H100 PCIe",
+        pci=f"0000:{16 + i:02x}:00.0",
+        pci_path=(*SWITCH, f"0000:02:0{i}.0") if i < 2 else (f"pci0000:{32 + i}",),
+        pcie_gbs=63.015 if i < 3 else 15.754,
+        numa_node=int(i == 3),
+    )
+    for i in range(4)
+)
+"""Two GPUs below a switch, one beside it, and one on another socket in a slot of PCIe 3."""
+LINK = FabricLink(kind="nvlink", ends=("cuda0", "cuda1"), count=12, gbs=300.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "shown"),
+    [
+        (
+            ("gemm_rs", "--accelerator", "hopper"),
+            {"fabric_known": True},
+            "12 directly over PCIe at 10.3 to 49.8 GB/s (modelled)",
+        ),
+        (
+            ("gemm_rs", "--accelerator", "hopper"),
+            {"fabric": (LINK,)},
+            "2 directly, 10 directly over PCIe at 10.3 to 41.3 GB/s (modelled)",
+        ),
+        (
+            ("gemm_rs", "--accelerator", "hopper"),
+            {"fabric": (LINK,), "no_p2p": (("cuda0", "cuda2"), ("cuda0", "cuda3"))},
+            "4 by host memory at 10.3 to 12 GB/s (modelled), 2 directly, "
+            "6 directly over PCIe at 10.3 to 41.3 GB/s (modelled)",
+        ),
+        (
+            ("ring_attention", "--accelerator", "streams"),
+            {"fabric": (LINK,)},
+            "2 by torch.distributed (nccl), "
+            "10 by torch.distributed (nccl) over PCIe at 10.3 to 41.3 GB/s (modelled)",
+        ),
+    ],
+)
+def test_plans_show_rates_over_pcie(
+    arguments: tuple[str, ...], more: dict[str, Any], shown: str, tmp_path: Path
+) -> None:
+    bridges = (Bridge(id="0000:01:00.0", pcie_gbs=63.015),)
+    machine = worlds(node(BOX, bridges=bridges, **more))
+    file = tmp_path / "box.json"
+    file.write_text(machine.model_dump_json())
+    printed = run(command, *arguments, "--topology", str(file), "--nodes", "1")
+    assert f"pairs of ranks: {shown} " in " ".join(printed.split())

@@ -188,7 +188,8 @@ def test_listed_links_decide_inside_a_node() -> None:
     gpus = (gpu(0, 0, pcie_gbs=32.0), gpu(1, 0, pcie_gbs=32.0), gpu(2, 1, pcie_gbs=32.0))
     found = every(world(node(gpus, (), fabric=links)), 3)
     assert found[0, 1].bandwidth_gbs == 300
-    assert found[0, 2].bandwidth_gbs == 32, "no NVLink: PCIe"
+    assert found[0, 2].bandwidth_gbs == round(32 * 0.79 * 0.83, 3), "no NVLink: PCIe"
+    assert [found[0, other].over_pcie for other in (1, 2)] == [False, True]
 
 
 @pytest.mark.parametrize(
