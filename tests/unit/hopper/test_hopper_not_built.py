@@ -41,18 +41,20 @@ for package in (cuda, hopper, streams):
             importlib.import_module(module.name)
 for arguments in json.loads(sys.argv[1]):
     found = CliRunner().invoke(app, arguments)
-    print(json.dumps([found.exit_code, found.output]))
+    print(json.dumps([found.exit_code, found.output, repr(found.exception)]))
 """
 
 
 @pytest.fixture(scope="module")
-def not_built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """Return each command's exit code and output where neither module can be imported, by name."""
+def not_built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """Return each command's exit code, output and error where neither module can be imported, by
+    name."""
     folder = tmp_path_factory.mktemp("elsewhere")
     nvcc = folder / "cuda" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.touch(mode=0o755)
-    asked = {**{name: plan_of(folder, name) for name in PLANNED}, "doctor": ["doctor", "--json"]}
+    asked = {name: plan_of(folder, name) for name in PLANNED}
+    asked |= {"doctor": ["doctor", "--json"], "run": ["run", "ag_gemm", "--accelerator", "hopper"]}
     environment = {"PATH": "", "CUDA_HOME": str(folder / "cuda"), "HOME": str(folder)}
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, json.dumps([*asked.values()])],
@@ -67,31 +69,23 @@ PLANNED = {
     "streams": ("streams", "ag_gemm"),
     **{op: ("hopper", op) for op in ops.OPS},
     "scaled": ("hopper", "gemm_rs", "--dtype", "float8_e4m3"),
+    "two nodes": ("hopper", "ag_gemm", "--nodes", "2"),
 }
 
 
 def plan_of(folder: Path, name: str) -> list[str]:
     accelerator, *call = PLANNED[name]
     file = str(machine_file("p5.hwloc", folder))
-    return [
-        "plan",
-        *call,
-        "--accelerator",
-        accelerator,
-        "--topology",
-        file,
-        "--nodes",
-        "1",
-        "--json",
-    ]
+    where = ("--accelerator", accelerator, "--topology", file, "--nodes", "1", "--json")
+    return ["plan", *where, *call]
 
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_plans_are_those_of_a_build_with_the_kernels(
-    name: str, not_built: dict[str, tuple[int, str]], tmp_path: Path
+    name: str, not_built: dict[str, tuple[int, str, str]], tmp_path: Path
 ) -> None:
-    code, printed = not_built[name]
-    assert code == 0, printed
+    code, printed, error = not_built[name]
+    assert code == 0, error
     report = json.loads(printed)
     assert report["plan"]["accelerator"] == ("streams" if name == "streams" else "hopper")
     here = json.loads(run(command, *plan_of(tmp_path, name)[1:]))
@@ -99,12 +93,20 @@ def test_plans_are_those_of_a_build_with_the_kernels(
 
 
 def test_doctor_does_not_ask_for_a_compiler_that_it_has_found(
-    not_built: dict[str, tuple[int, str]],
+    not_built: dict[str, tuple[int, str, str]],
 ) -> None:
-    _, printed = not_built["doctor"]
+    _, printed, _ = not_built["doctor"]
     rows: dict[str, Any] = {row["name"]: row for row in json.loads(printed)["rows"]}
     assert rows["nvcc"]["usable"]
     assert "not built" in rows["hopper"]["detail"]
     assert "install the CUDA toolkit" not in rows["hopper"]["remedy"]
     assert rows["nvcc"]["detail"] in rows["hopper"]["remedy"]
     assert INSTALL_AGAIN in rows["hopper"]["remedy"]
+
+
+def test_what_was_not_built_is_not_launched(not_built: dict[str, tuple[int, str, str]]) -> None:
+    code, _, error = not_built["run"]
+    assert code == 1
+    assert "BackendUnavailable" in error
+    assert "accelerator 'hopper': not built" in error
+    assert INSTALL_AGAIN in error
