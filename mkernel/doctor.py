@@ -35,6 +35,7 @@ Kind = Literal[
     "setting",
     "auto",
     "accelerator",
+    "device",
     "nic",
     "fabric",
     "library",
@@ -171,7 +172,7 @@ def _without_nic() -> str:
 
 
 def accelerator_rows() -> list[Row]:
-    """Return a row for every installed accelerator backend."""
+    """Return a row for every installed accelerator backend, and for what it finds there."""
     return list(_backend_rows("accelerator", "ACCELERATORS", _ask_accelerator))
 
 
@@ -218,6 +219,8 @@ def _backend_rows(
 
 def _ask_accelerator(backend: AcceleratorBackend, name: str) -> Iterator[Row]:
     yield _row("accelerator", name, backend.status())
+    for what, verdict in backend.details():
+        yield _row("device", f"{name}: {what}", verdict)
 
 
 def _ask_nic(backend: NicBackend, name: str) -> Iterator[Row]:

@@ -159,6 +159,11 @@ class AcceleratorBackend(ABC):
     def status(self) -> Status:
         """Return the verdict on whether the backend can run here. Never raises."""
 
+    def details(self) -> tuple[tuple[str, Status], ...]:
+        """Return the rows that ``mkernel doctor`` prints beside :meth:`status`: a name and a verdict
+        each, for what the devices here are set to. Never raises."""
+        return ()
+
     def software(self, root: Path) -> tuple[tuple[str, Status], ...]:
         """List the vendor software found on this machine, for ``mkernel doctor``: names and
         verdicts. None of it is imported or run. ``root``: the folder that holds /usr and /dev."""

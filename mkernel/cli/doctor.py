@@ -24,6 +24,7 @@ _HEADINGS: dict[Kind, str] = {
     "setting": "Settings",
     "auto": "What `auto` stands for",
     "accelerator": "Accelerators",
+    "device": "Accelerators",
     "nic": "NICs",
     "fabric": "NICs",
     "library": "Software and machine",

@@ -6,9 +6,10 @@ import contextlib
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from ctypes import byref
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mkernel.topology.model import FABRIC_HOST, FABRIC_SWITCH, Accelerator, FabricLink
 from mkernel.topology.sources import kinds, pci
@@ -70,6 +71,48 @@ def read(root: Path = Path("/"), library: Any = None) -> Findings:
         no_p2p=no_p2p,
         notes=notes.all(),
     )
+
+
+class Isolation(NamedTuple):
+    """The modes of GPUs in which processes do not map each other's memory. ``mig``: the numbers of
+    the GPUs that are split into slices. ``confidential``: whether confidential computing is on."""
+
+    mig: tuple[int, ...] = ()
+    confidential: bool = False
+
+
+def isolation(library: Any = None) -> Isolation:
+    """Return the modes that NVML reports as on. A driver that is missing, or that knows no such mode,
+    reports none. ``library`` replaces the ``pynvml`` module."""
+    try:
+        library = importlib.import_module("pynvml") if library is None else library
+        library.nvmlInit()
+    except Exception:  # a broken installation may raise anything; `read` reports it
+        return Isolation()
+    try:
+        gpus = range(_answer(library.nvmlDeviceGetCount) or 0)
+        split = (number for number in gpus if _answer(_mig_mode, library, number))
+        modes = (_answer(_confidential, library), _answer(_confidential_fabric, library))
+        return Isolation(tuple(split), any(modes))
+    finally:
+        with contextlib.suppress(Exception):  # nothing depends on it any more
+            library.nvmlShutdown()
+
+
+def _mig_mode(library: Any, number: int) -> int:
+    current, _ = library.nvmlDeviceGetMigMode(library.nvmlDeviceGetHandleByIndex(number))
+    return int(current)
+
+
+def _confidential(library: Any) -> int:
+    return int(library.nvmlSystemGetConfComputeState().ccFeature)
+
+
+def _confidential_fabric(library: Any) -> int:
+    """Return the mode of several GPUs of one virtual machine, in which a GPU's own is off."""
+    settings = library.c_nvmlSystemConfComputeSettings_v1_t()
+    failed = library.nvmlSystemGetConfComputeSettings(byref(settings))
+    return 0 if failed else int(settings.multiGpuMode)
 
 
 def _gpus(library: Any, root: Path, notes: Notes) -> Iterator[tuple[Accelerator, Any]]:
@@ -165,10 +208,10 @@ def _ends(library: Any, handle: Any, by_address: dict[str | None, str]) -> Itera
             yield FABRIC_SWITCH
 
 
-def _answer(question: Callable[[Any, int], Any], handle: Any, link: int) -> Any:
-    """Return NVML's result; None if NVML raises, as it does for links that a GPU does not have."""
+def _answer(question: Callable[..., Any], *arguments: Any) -> Any:
+    """Return NVML's result; None if NVML raises, as it does for what a GPU or a driver has not."""
     try:
-        return question(handle, link)
+        return question(*arguments)
     except Exception:
         return None
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
+from mkernel.backends.accelerators.cuda.isolation import isolation
 from mkernel.backends.accelerators.cuda.mover import nic_access, offer_mover
 from mkernel.backends.accelerators.cuda.native import ARCHITECTURE
 from mkernel.backends.accelerators.cuda.native import native as cuda
@@ -97,6 +98,10 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
             f"{len(found)} x {found[0].name} ({found[0].multiprocessors} SMs), driver for CUDA "
             f"{driver // 1000}.{driver % 1000 // 10}; NVLink multicast is not used",
         )
+
+    def details(self) -> tuple[tuple[str, Status], ...]:
+        """Report modes of the devices in which they do not reach each other's memory."""
+        return isolation()
 
     def software(self, root: Path) -> tuple[tuple[str, Status], ...]:
         """Report the compiler that the kernels are built with."""

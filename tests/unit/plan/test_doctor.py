@@ -33,6 +33,9 @@ class FakeAccelerator:
             raise self._status
         return self._status
 
+    def details(self) -> tuple[tuple[str, Status], ...]:
+        return (("mode", Status(True, "off")),)
+
     def software(self, root: Path) -> tuple[tuple[str, Status], ...]:
         return (("SDK", self.status()),)
 
@@ -87,6 +90,7 @@ def test_every_backend_and_provider_is_a_row(install: Install) -> None:
     rows = {(row.kind, row.name): row for row in report.rows}
     assert rows["accelerator", "ascend"].usable
     assert rows["accelerator", "hopper"].remedy == "buy"
+    assert rows["device", "hopper: mode"].detail == "off"
     assert rows["software", "SDK"].remedy == "buy"
     assert rows["nic", "cx7 on soft"].usable
     assert rows["fabric", "cx7 on soft: port 1"].detail == "ACTIVE"

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +60,9 @@ class FakeNvml:
         self.refused: dict[tuple[int, int], int] = {}
         self.nodes: dict[int, list[int]] = {}
         self.capability = (9, 0)
+        self.split: set[int] = set()
+        self.confidential = self.together = 0
+        self.c_nvmlSystemConfComputeSettings_v1_t = pynvml.c_nvmlSystemConfComputeSettings_v1_t
 
     def _call(self, name: str) -> None:
         if name in self.fail:
@@ -114,6 +118,20 @@ class FakeNvml:
         self._call("p2p")
         assert index == 1, "writes are what kernels do"
         return self.refused.get((one, other), 0)
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
+        self._call(f"mig{handle}")
+        pending = 1 - (handle in self.split)  # until the next reset
+        return [int(handle in self.split), pending]
+
+    def nvmlSystemGetConfComputeState(self) -> Any:
+        self._call("state of confidential computing")
+        return SimpleNamespace(environment=2, ccFeature=self.confidential, devToolsMode=0)
+
+    def nvmlSystemGetConfComputeSettings(self, settings: Any) -> int:
+        self._call("settings of confidential computing")
+        settings._obj.multiGpuMode = self.together or 7
+        return 0 if self.together else 3  # not supported
 
 
 def test_gpus_with_their_place_on_pcie(tmp_path: Path) -> None:
@@ -305,3 +323,23 @@ def test_a_gpu_that_idles_has_its_links_whole_rate(tmp_path: Path) -> None:
     (gpu / "current_link_speed").write_text("2.5 GT/s PCIe\n")
     (found,) = nvml.read(tmp_path, FakeNvml([("A", "0000:3b:00.0")])).accelerators
     assert found.pcie_gbs == 63.015
+
+
+def test_modes_in_which_gpus_are_apart() -> None:
+    library = FakeNvml([*TWO, ("C", "0000:03:00.0")], fail={"mig1"})  # which knows no such mode
+    assert nvml.isolation(library) == ((), False)
+    library.split = {0, 2}
+    assert nvml.isolation(library) == ((0, 2), False)
+    library.split, library.confidential = set(), 1
+    assert nvml.isolation(library) == ((), True)
+    library.confidential, library.together = 0, 1  # protected PCIe: the GPUs' own mode is off
+    assert nvml.isolation(library) == ((), True)
+    assert library.closed == 4
+
+
+@pytest.mark.parametrize("fail", ["state of confidential computing", "count"])
+def test_a_driver_that_knows_no_mode_does_not_hide_another(fail: str) -> None:
+    library = FakeNvml(TWO, fail={fail})
+    library.split, library.together = {1}, 1
+    assert nvml.isolation(library) == ((() if fail == "count" else (1,)), True)
+    assert nvml.isolation(FakeNvml(TWO, fail={"init"})) == ((), False)
