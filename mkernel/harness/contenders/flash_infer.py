@@ -162,20 +162,20 @@ _NO_NORM = dict.fromkeys(("residual_in", "residual_out", "norm_out", "rms_gamma"
 def _unsupported(problem: Problem, one_shot: bool) -> str | None:
     """Return why its kernels do not take the problem, or None."""
     (rows, columns), dtype = problem.memory("op")["out"]
-    if problem.world not in _WORLDS:
-        return "for 2, 4 or 8 ranks"
-    if dtype.itemsize != 2:
-        return "for sums of 16-bit elements: the buffer of its two exchanges holds no others"
-    if columns * dtype.itemsize % _ACCESS_BYTES:
-        return f"for rows of multiples of {_ACCESS_BYTES} bytes"
-    threads = columns * dtype.itemsize // _ACCESS_BYTES
-    if threads // math.gcd(threads, _MOST_CLUSTER) > _MOST_THREADS:
-        return f"for rows that up to {_MOST_CLUSTER} blocks of {_MOST_THREADS} threads share evenly"
-    if not one_shot and rows <= problem.world:
-        return "for more rows than ranks"
-    if rows * columns * dtype.itemsize * problem.world > _MOST_BYTES:
-        return "its buffer of all ranks' rows is less than 2 GiB"
-    return None
+    threads, rest = divmod(columns * dtype.itemsize, _ACCESS_BYTES)
+    a_block = threads // math.gcd(threads, _MOST_CLUSTER)
+    taken = {
+        "for 2, 4 or 8 ranks": problem.world in _WORLDS,
+        "for sums of 16-bit elements: the buffer of its two exchanges holds no others":
+            dtype.itemsize == 2,
+        f"for rows of multiples of {_ACCESS_BYTES} bytes": rest == 0,
+        f"for rows that up to {_MOST_CLUSTER} blocks of {_MOST_THREADS} threads share evenly":
+            a_block <= _MOST_THREADS,
+        "for more rows than ranks": one_shot or rows > problem.world,
+        "its buffer of all ranks' rows is less than 2 GiB":
+            rows * columns * dtype.itemsize * problem.world <= _MOST_BYTES,
+    }  # fmt: skip
+    return next((why for why, takes in taken.items() if not takes), None)
 
 
 def why_not_usable() -> str | None:
