@@ -119,6 +119,7 @@ class Model:
 
     def __init__(self, shape: Shape, place: Place) -> None:
         self.shape, self.place = shape, place
+        self.dtype = torch.bfloat16 if shape.dtype == E4M3 else shape.dtype  # of activations
         self.sizes = llama.WIDTHS[shape.width]
         sizes, ranks, depth = self.sizes, place.ranks, self.sizes.head_dim
         draw = torch.Generator(place.device).manual_seed(SEED)
@@ -126,7 +127,7 @@ class Model:
         keys = sizes.kv_heads * depth
 
         def drawn(*size: int) -> Tensor:
-            return torch.randn(size, generator=draw, device=place.device).to(place.dtype)
+            return torch.randn(size, generator=draw, device=place.device).to(self.dtype)
 
         def part(whole: Tensor, dim: int) -> Tensor:
             return whole.chunk(ranks, dim)[place.rank]
@@ -204,7 +205,7 @@ class Model:
         if weight.scale is None or rows.scale is None:
             return torch.mm(rows.data, weight.data, out=out)  # type: ignore[no-any-return]
         return torch._scaled_mm(
-            rows.data, weight.data, rows.scale, weight.scale, out_dtype=self.place.dtype,
+            rows.data, weight.data, rows.scale, weight.scale, out_dtype=self.dtype,
             use_fast_accum=True, out=out,
         )  # fmt: skip
 
@@ -225,7 +226,7 @@ class Model:
             inner = activate(self.multiply(rows, layer["gate_up"]))
             inner = inner if scaled else Rows(inner)
             rows, residual = end(Step(inner, layer["down"], residual, norms[1], following))
-        return rows.data if rows.scale is None else rows.data.to(self.place.dtype) * rows.scale
+        return rows.data if rows.scale is None else rows.data.to(self.dtype) * rows.scale
 
     def _attended(self, qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Return attention [rows, features] over the cache, whose last place is the new token's."""
@@ -252,7 +253,7 @@ class Library:
 
             self._group, place = group_name(), model.place
             self._product = symmetric.empty(
-                model.shape.rows, model.sizes.hidden, dtype=place.dtype, device=place.device
+                model.shape.rows, model.sizes.hidden, dtype=model.dtype, device=place.device
             )
             symmetric.rendezvous(self._product, self._group)
             ops = torch.ops.symm_mem

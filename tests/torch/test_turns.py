@@ -16,16 +16,25 @@ import mkernel
 pytestmark = pytest.mark.usefixtures("bench_scripts")
 
 
+ENDINGS = ["nccl", "mkernel", "prefetch", "none"]
+
+
 @pytest.mark.parametrize(
-    ("script", "size", "contenders"),
-    [("decode", "tiny:4", ["nccl", "mkernel", "prefetch", "none"]),
-     ("moe_training", "tiny:64", ["mkernel", "recomputed", "all-to-all", "gather"])],
+    ("script", "options", "contenders"),
+    [("decode", ["--sizes", "tiny:4"], ENDINGS),
+     ("decode", ["--sizes", "tiny:4", "--dtype", "float8_e4m3fn"], ENDINGS),
+     ("moe_training", ["--sizes", "tiny:64"], ["mkernel", "recomputed", "all-to-all", "gather"])],
+    ids=["decode", "decode in e4m3", "moe_training"],
 )  # fmt: skip
 def test_all_contenders_are_right_and_timed(
-    script: str, size: str, contenders: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str,
+    options: list[str],
+    contenders: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = tmp_path / "found.json"
-    given = ("--accelerator", "streams", "--sizes", size, "--turns", "2", "--json", str(file))
+    given = ("--accelerator", "streams", *options, "--turns", "2", "--json", str(file))
     monkeypatch.setattr(sys, "argv", [script, *given])
     with patch.dict(os.environ):  # which it changes
         assert __import__(script).main() == 0
