@@ -25,11 +25,6 @@ class NicCapabilities(Model):
     """The capabilities of an opened NIC. ``ordered``: puts to one peer become visible in order."""
 
     ordered: bool
-    max_message_bytes: int
-    max_inline_bytes: int
-    immediate_data: bool
-    max_sge: int
-    atomics: bool
     dmabuf: bool
     peermem: bool = False
     """True if the kernel module is loaded by which device memory is registered by its address."""

@@ -83,11 +83,6 @@ PYBIND11_MODULE(_nics, m) {
 
     py::class_<nics::Capabilities>(m, "Capabilities")
         .def_readonly("ordered", &nics::Capabilities::ordered)
-        .def_readonly("max_message_bytes", &nics::Capabilities::max_message_bytes)
-        .def_readonly("max_inline_bytes", &nics::Capabilities::max_inline_bytes)
-        .def_readonly("immediate_data", &nics::Capabilities::immediate_data)
-        .def_readonly("max_sge", &nics::Capabilities::max_sge)
-        .def_readonly("atomics", &nics::Capabilities::atomics)
         .def_readonly("dmabuf", &nics::Capabilities::dmabuf)
         .def_readonly("peermem", &nics::Capabilities::peermem)
         .def_readonly("max_signal", &nics::Capabilities::max_signal)

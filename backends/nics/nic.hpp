@@ -44,11 +44,6 @@ struct Failure {
 
 struct Capabilities {
     bool ordered = false;  // puts to one peer become visible in the order they were made
-    std::uint64_t max_message_bytes = 0;
-    std::uint32_t max_inline_bytes = 0;
-    bool immediate_data = false;
-    std::uint32_t max_sge = 0;
-    bool atomics = false;
     bool dmabuf = false;
     bool peermem = false;          // the kernel's module is loaded
     std::uint32_t max_signal = 0;  // largest signal index a put may name

@@ -44,15 +44,7 @@ class HostSession(NicSession):
         port: id of the port that the session uses. settings: ``fifo_slots`` is read.
     """
 
-    limits: ClassVar[NicCapabilities] = NicCapabilities(
-        ordered=True,
-        max_message_bytes=1 << 40,
-        max_inline_bytes=0,
-        immediate_data=True,
-        max_sge=1,
-        atomics=False,
-        dmabuf=False,
-    )
+    limits: ClassVar[NicCapabilities] = NicCapabilities(ordered=True, dmabuf=False)
     """The result of :meth:`capabilities`."""
 
     def __init__(self, port: str, settings: NicSettings) -> None:

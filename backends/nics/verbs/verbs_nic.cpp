@@ -47,11 +47,6 @@ void VerbsNic::close() {
 Capabilities VerbsNic::capabilities() const {
     Capabilities c;
     c.ordered = traits_.in_order && most_lanes_ == 1;
-    c.max_message_bytes = max_message_;
-    c.max_inline_bytes = max_inline_;
-    c.immediate_data = true;
-    c.max_sge = 1;
-    c.atomics = false;
     c.dmabuf = !rails_.empty() && std::all_of(rails_.begin(), rails_.end(),
                                               [](const auto& rail) { return rail->takes_dmabuf; });
     c.peermem = options_.peermem;

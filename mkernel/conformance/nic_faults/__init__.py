@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from mkernel.backends.contracts.nic import SELF, NicSession
@@ -43,6 +44,11 @@ def _answers(method: str, change: Callable[[Any], Any]) -> Plant:
     """Plant a change of the session's answer to a method."""
     methods = {method: lambda self, *given: change(getattr(self.inner, method)(*given))}
     return {"session": type("Session", (Session,), methods)}
+
+
+def _at_times_unordered() -> Callable[[Any], Any]:
+    calls = count()
+    return lambda found: found.model_copy(update={"ordered": next(calls) % 2 == 0})
 
 
 def _at_open(act: Callable[[], Any]) -> Plant:
@@ -206,9 +212,8 @@ _ON_RC: tuple[Row, ...] = (
     planted(Opener, "MissingReceiveOnRc",
             "Receives are not posted again after the first thousand.", "in-flight",
             mistake="missing-receive"),
-    planted(Opener, "ClaimsNothing", "Capabilities give a message size of 0.", "capabilities",
-            _answers("capabilities",
-                     lambda found: found.model_copy(update={"max_message_bytes": 0}))),
+    planted(Opener, "ChangesItsClaims", "Capabilities differ from call to call.", "capabilities",
+            _answers("capabilities", _at_times_unordered())),
 )
 
 _ON_SRD: tuple[Row, ...] = (

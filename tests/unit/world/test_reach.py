@@ -25,10 +25,7 @@ class Device:
 
 
 def claims(**more: bool) -> NicCapabilities:
-    fields: dict[str, Any] = {
-        "ordered": True, "max_message_bytes": 1 << 30, "max_inline_bytes": 0, "immediate_data": True,
-        "max_sge": 1, "atomics": False, "dmabuf": False, "peermem": False, **more,
-    }  # fmt: skip
+    fields: dict[str, Any] = {"ordered": True, "dmabuf": False, "peermem": False, **more}
     return NicCapabilities(**fields)
 
 
