@@ -9,7 +9,7 @@
 #   first    the same, first calls                           hopper_layers_2_first.json
 #   seed     COUNT [200] shapes of SEED [20261201], which nothing was fitted to or chosen by, as CUDA graphs,
 #            then eager                                      hopper_random_SEED_{,eager_}2.json
-#   rows     the same of at most 1024 rows [SEED 20261202], beside the libraries that serve, as CUDA graphs
+#   rows     the same of at most 1024 rows [SEED 20261203], beside the libraries that serve, as CUDA graphs
 #                                                    hopper_random_SEED_rows_2.json
 #   floor    shapes of SEED, flushed, beside their parts alone     hopper_random_SEED_kernel_2.json
 #   bars     AllReduce of the target sizes into every kind of output, and 4k, as CUDA graphs
@@ -167,7 +167,7 @@ for part in "$@"; do
         fi
         ;;
     rows)
-        seed=${SEED:-20261202}
+        seed=${SEED:-20261203}
         bench "hopper_random_${seed}_rows_${card}2" "${drawn[@]}" --random "${COUNT:-200}" --seed "$seed" \
             --most-rows 1024 --peers "$served,symm_mem" --mode graph
         ;;
