@@ -13,7 +13,8 @@ Option ``routing`` says which experts tokens go to:
   ``empty_ranks`` every second rank has no token, and the experts of the upper half of ranks get none
 Option ``activation`` of a dispatch: as the op takes it; ``features`` is then the width of its outputs.
 Option ``scales``, ``block``: those of e4m3 operands; neighbours' and those of the next call are others.
-Option ``handle`` of both dispatches: they use the routing of one that was called before them.
+Option ``handle`` of both dispatches: they use the routing of one that was called before them; the latest
+one has another routing.
 Option ``id_dtype``: of ``topk_ids``, ``int64`` (default) or ``int32``. Option ``tensors``: the user's
 whole ``x`` [T·W, H], ``topk_ids`` [T·W, k], ``w`` [E, H, I] and ``topk_weights`` [T·W, k]; tokens are
 cut by rows, experts by their number.
@@ -196,12 +197,15 @@ class MoeCase(Case):
     def _dispatched(
         self, call: Callable[..., Done], tensors: Tensors, execution: Execution
     ) -> Done:
-        """Run a dispatch of tensors; with the option, after one of other tokens for its handle, and
-        without ids."""
+        """Run a dispatch of tensors; with the option, after one of other tokens for its handle and one
+        of another routing, and without ids."""
         if not self.options.get("handle"):
             return call(tensors, **execution)
         first = call({**tensors, "x": tensors["x"].flip(0)}, wait=execution["wait"])
-        without = {**tensors, "topk_ids": torch.full_like(tensors["topk_ids"], -1)}
+        ids = tensors["topk_ids"]
+        others = torch.where(ids < 0, ids, (ids + 1) % self.sizes["experts"])
+        call({**tensors, "topk_ids": others}, wait=execution["wait"])
+        without = {**tensors, "topk_ids": torch.full_like(ids, -1)}
         return call(without, **first.outputs["handle"]._asdict(), **execution)
 
     def _laid_out(self, w: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from mkernel.conformance.faults.altering import (
 from mkernel.conformance.faults.rows import Plant, Row, checks_by_name, planted
 from mkernel.conformance.grid import GEMMS
 from mkernel.errors import Unsupported
-from mkernel.plan.model import AttentionShape, LaunchPlan, MoeShape
+from mkernel.plan.model import AttentionShape, DispatchShape, LaunchPlan, MoeShape
 from mkernel.plan.ops import COMPANIONS
 from mkernel.plan.pipeline import Chunking
 
@@ -407,6 +407,43 @@ class _LatestHandleOnly(Altered):
             self.rows = len(ended.results["outputs"])
 
 
+class _OtherRouting(Altered):
+    """Uses another routing than the handle's where a dispatch gets one. Rows beyond the handle's are
+    left out, and missing ones are zero, so that the combine takes them."""
+
+    latest: torch.Tensor | None = None
+
+    def change(self, call: Call) -> Call:
+        shape = call.plan.shape
+        assert isinstance(shape, DispatchShape | MoeShape)
+        if shape.routed:
+            return self.routed(call, shape)
+        self.latest = call.tensors["routing"]
+        return call
+
+    def routed(self, call: Call, shape: DispatchShape | MoeShape) -> Call:
+        """Return the call with the latest dispatch's routing."""
+        assert self.latest is not None
+        return replace(call, tensors={**call.tensors, "routing": self.latest})
+
+    def alter(self, ended: Ended) -> None:
+        (given,), key = ended.grouped(), ended.call.tensors["routing"].data_ptr()
+        if not ended.call.plan.shape.model_dump()["routed"]:
+            self.kept[key] = len(given)
+            return
+        rows = given.new_zeros(self.kept[key], given.shape[1])
+        rows[: len(given)] = given[: len(rows)]
+        ended.results[ended.name] = rows
+
+
+class _IgnoresHandle(_OtherRouting):
+    def routed(self, call: Call, shape: DispatchShape | MoeShape) -> Call:
+        """Return the call without the handle: its ids say where tokens go."""
+        plan = call.plan.model_copy(update={"shape": shape.model_copy(update={"routed": False})})
+        routing = call.tensors["routing"].clone()  # which it writes
+        return replace(call, plan=plan, tensors={**call.tensors, "routing": routing})
+
+
 # ---- attention -----------------------------------------------------------------------------------
 
 
@@ -655,6 +692,18 @@ TABLE: tuple[Row, ...] = (
     planted(_LatestHandleOnly, "LatestHandleOnly",
             "The combine uses the routing of the latest dispatch, whatever handle it gets. Rows "
             "beyond that are left out, and missing ones are zero.", "handles"),
+    planted(_IgnoresHandle, "RowsIgnoreHandle",
+            "A dispatch without a product goes by its ids, not by the handle that it gets.", "shapes",
+            ops=("moe_dispatch",)),
+    planted(_IgnoresHandle, "ProductsIgnoreHandle",
+            "Dispatch+GEMM goes by its ids, not by the handle that it gets.", "shapes",
+            ops=("moe_dispatch_gemm",)),
+    planted(_OtherRouting, "RowsOfLatestRouting",
+            "A dispatch without a product uses the latest routing, whatever handle it gets.", "shapes",
+            ops=("moe_dispatch",)),
+    planted(_OtherRouting, "ProductsOfLatestRouting",
+            "Dispatch+GEMM uses the latest routing, whatever handle it gets.", "shapes",
+            ops=("moe_dispatch_gemm",)),
     planted(Altered, "IgnoresCausal", "Every position sees every other.", "causal",
             calls(_see_everything)),
     planted(Altered, "HeadsInterleaved", "Query head h uses key head h % Hkv.", "gqa",
