@@ -13,8 +13,8 @@ Option ``routing`` says which experts tokens go to:
   ``empty_ranks`` every second rank has no token, and the experts of the upper half of ranks get none
 Option ``activation`` of a dispatch: as the op takes it; ``features`` is then the width of its outputs.
 Option ``scales``, ``block``: those of e4m3 operands; neighbours' and those of the next call are others.
-Option ``handle`` of both dispatches: they use the routing of one that was called before them; the latest
-one has another routing.
+Option ``handle`` of both dispatches: they use the routing of one that was called before them, which is
+not the latest one.
 Option ``id_dtype``: of ``topk_ids``, ``int64`` (default) or ``int32``. Option ``tensors``: the user's
 whole ``x`` [T·W, H], ``topk_ids`` [T·W, k], ``w`` [E, H, I] and ``topk_weights`` [T·W, k]; tokens are
 cut by rows, experts by their number.

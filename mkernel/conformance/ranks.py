@@ -32,7 +32,7 @@ _ROUNDING: dict[str, float] = {
     "float8_e4m3fn": 2.0**-3,
 }
 """The relative size of two roundings of an element."""
-_EXPERTS = ("moe_dispatch_gemm", "moe_gemm_combine")
+EXPERTS = ("moe_dispatch_gemm", "moe_gemm_combine")
 _DESCRIPTORS = 14
 """The number of descriptors that a store and a rank's connection to it open."""
 _SLACK = {"ring_attention": 2e-2}
@@ -242,7 +242,7 @@ def _differs(
     scale = float(true.square().mean().sqrt())
     eps = _ROUNDING[str(got.dtype).removeprefix("torch.")]
     slack = _SLACK.get(case.op, _SLACK_ELSEWHERE)
-    if case.op in _EXPERTS and case.dtype == "float8_e4m3fn":
+    if case.op in EXPERTS and case.dtype == "float8_e4m3fn":
         slack = E4M3_SUMS
     allowed = eps * true.abs() + slack * scale
     if partials is not None:

@@ -29,9 +29,18 @@ from mkernel.conformance.grid import (
     whole_mnk,
     with_tensors,
 )
-from mkernel.conformance.ranks import Judge, describe, each_case, judge_calls, moved, where
+from mkernel.conformance.ranks import (
+    EXPERTS,
+    Judge,
+    describe,
+    each_case,
+    judge_calls,
+    moved,
+    where,
+)
 from mkernel.harness.outcome import CheckSkipped
 from mkernel.ops import moe as moe_op
+from mkernel.ops.moe_dispatch import moe_dispatch
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
 from mkernel.plan.arguments import RESULTS, SCALED_EXPERTS, WITHOUT_B
 from mkernel.plan.model import BLOCK, E4M3, DtypeName, ScaleMode
@@ -260,7 +269,8 @@ def accumulation(subject: AcceleratorSubject) -> None:
             for dtype, out_dtype in claims.dtype_pairs()
         ]
         homes = [op for op in COMPANIONS if op in claims.ops]
-        subject.judge(rank_accumulation, cases, homes, claims.dtypes, world=world)
+        experts = [op for op in EXPERTS if op in claims.ops and claims.scaled_experts]
+        subject.judge(rank_accumulation, cases, homes, claims.dtypes, experts, world=world)
         if "ring_attention" in claims.ops:
             cases = [_level_attention(subject, dtype) for dtype in claims.dtypes]
             subject.judge(each_case, judge_calls, cases, 1, world=(1, 2))
@@ -316,11 +326,14 @@ def _level_attention(subject: AcceleratorSubject, dtype: DtypeName) -> Case:
     )
 
 
-def rank_accumulation(cases: list[Case], homes: list[str], dtypes: tuple[str, ...]) -> list[str]:
-    """Return what is wrong with combines whose large terms cancel, and with GEMMs, which must be
-    exact."""
+def rank_accumulation(
+    cases: list[Case], homes: list[str], dtypes: tuple[str, ...], experts: list[str]
+) -> list[str]:
+    """Return what is wrong with combines and e4m3 experts whose large terms cancel, and with GEMMs,
+    which must be exact."""
     combines = [_cancelling_combine(op, getattr(torch, dtype)) for op in homes for dtype in dtypes]
-    return [found for each in combines for found in each] + each_case(_inexact, cases)
+    cancelling = [*combines, *map(_cancelling_experts, experts)]
+    return [found for each in cancelling for found in each] + each_case(_inexact, cases)
 
 
 def _inexact(case: Case) -> Iterator[str]:
@@ -359,6 +372,38 @@ def _cancelling_combine(op: str, dtype: torch.dtype) -> Iterator[str]:
             f"{op} {dtype}, {where()}: 4096 x + x - 4096 x is not x: the sum over slots is "
             "not float32"
         )
+
+
+def _cancelling_experts(op: str) -> Iterator[str]:
+    """Have e4m3 experts add 2^23 + s - 2^23 = s, each term by a block of K, for whole numbers s up to
+    96. The terms of a block are exact in the 14 bits of matrix units; beside 2^23 these lose s."""
+    world, tokens, each = mkernel.world(), 9, 2
+    experts, device = each * world.size, world.accelerator.device
+
+    def terms(seed: int, least: int, most: int, count: int, last: int) -> torch.Tensor:
+        chance = torch.Generator().manual_seed(seed)
+        middle, ends = torch.zeros(count, BLOCK), torch.full((count, BLOCK), 256)
+        middle[:, :32] = torch.randint(least, most + 1, (count, 32), generator=chance)
+        return torch.cat((ends, middle, last * ends), 1)
+
+    x, w = terms(world.rank, 1, 3, tokens, 1), terms(0, -1, 1, experts * BLOCK, -1)
+    ids = (torch.arange(tokens) + world.rank) % experts
+    w = w.view(experts, BLOCK, -1)
+    wanted = torch.einsum("tk,tnk->tn", x.double(), w[ids].double())
+    own = w[world.rank * each :][:each].to(torch.float8_e4m3fn).to(device).transpose(1, 2)
+    of_w = torch.ones(each, 1, 3, device=device).transpose(1, 2)
+    given = x.to(torch.float8_e4m3fn).to(device), ids[:, None].to(device)
+    of_x, shares = torch.ones(tokens, 3, device=device), torch.ones(tokens, 1, device=device)
+    if op == "moe_dispatch_gemm":
+        made = moe_op.moe_dispatch_gemm(*given, own, x_scale=of_x, w_scale=of_w)
+        got = moe_op.moe_combine(made.outputs, made.handle, shares)
+    else:
+        sent = moe_dispatch(*given, num_experts=experts, x_scale=of_x)
+        got = moe_gemm_combine(
+            sent.rows, own, sent.handle, shares, h_scale=sent.scales, w2_scale=of_w
+        )
+    if not torch.equal(got.cpu().double(), wanted):
+        yield f"{op}, {where()}: 2^23 + s - 2^23 is not s: sums of blocks are not float32"
 
 
 def _sums(dtype: torch.dtype) -> torch.dtype:

@@ -168,6 +168,10 @@ def _last_block_unscaled(call: Call, scale: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def _lost_on_rank_1(call: Call, scale: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(scale) if call.rank == 1 else scale
+
+
 def _rolled(scale: torch.Tensor) -> torch.Tensor:
     """Give each expert the scales of another, by columns as they lie."""
     return scale.transpose(1, 2).roll(1, 0).contiguous().transpose(1, 2)
@@ -567,6 +571,15 @@ TABLE: tuple[Row, ...] = (
     planted(Altered, "ScalesOfANeighbourBlock", "Takes each block's scale for the next.", "scales",
             inputs("h_scale", change=lambda call, scale: scale.roll(1, 1)),
             ops=("moe_gemm_combine",)),
+    planted(Altered, "ScalesOfANeighbourBlockOfTokens", "Takes each block's scale for the next.",
+            "scales", inputs("x_scale", change=lambda call, scale: scale.roll(1, 1)),
+            ops=("moe_dispatch_gemm",)),
+    planted(Altered, "ScalesLostOfRows", "The scales of rank 1's rows are 1.", "scales",
+            inputs("x_scale", change=_lost_on_rank_1), ops=("moe_dispatch",)),
+    planted(Altered, "ScalesLostOfTokens", "The scales of rank 1's tokens are 1.", "scales",
+            inputs("x_scale", change=_lost_on_rank_1), ops=("moe_dispatch_gemm",)),
+    planted(Altered, "ScalesLostOfExperts", "The scales of what rank 1's experts multiply are 1.",
+            "scales", inputs("h_scale", change=_lost_on_rank_1), ops=("moe_gemm_combine",)),
     planted(Altered, "BlockWithoutScale", "Leaves the scales of the last block of K out.", "scales",
             inputs("a_scale", change=_last_block_unscaled), ops=GEMMS),
     planted(Altered, "NarrowOutputs", "Rounds results to bfloat16 whatever was asked for.", "dtypes",
@@ -590,6 +603,11 @@ TABLE: tuple[Row, ...] = (
             "accumulation", ended(_sum_in_bf16), _AS_CLAIMED),
     planted(launching.CombinesInBf16, "CombinesInBf16",
             "The combine's sum over slots is kept in bfloat16.", "accumulation"),
+    planted(launching.SumsOf14Bits, "ExpertsSumOf14Bits",
+            "Dispatch+GEMM adds blocks of e4m3 products with 14 bits.", "accumulation"),
+    planted(launching.SumsOf14Bits, "GemmCombineSumsOf14Bits",
+            "GEMM+combine adds blocks of e4m3 products with 14 bits.", "accumulation",
+            ops=("moe_gemm_combine",)),
     planted(Altered, "CleansNan", "NaN in the inputs counts as 0.", "nonfinite",
             inputs("a", change=lambda call, a: torch.nan_to_num(a, nan=0.0, posinf=6e4))),
     planted(Altered, "SumsCleanNan", "NaN in what is added counts as 0.", "nonfinite",

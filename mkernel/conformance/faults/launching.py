@@ -17,6 +17,7 @@ from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTi
 from mkernel.backends.contracts.memory import SymmetricMemory
 from mkernel.backends.transport import _transport
 from mkernel.conformance.faults.altering import Followed, Honest, Tensors, outputs_of
+from mkernel.plan.model import BLOCK
 from mkernel.topology.model import Accelerator
 
 _DISPATCHES = ("moe_dispatch", "moe_dispatch_gemm")
@@ -78,6 +79,37 @@ class CombinesBackwards(_SlotBySlot):
         for part in reversed(parts):
             total += part
         return total
+
+
+class SumsOf14Bits(Honest):
+    """Adds a block of K after the other to sums that keep 14 bits, as matrix units do where nothing
+    adds up their results in float32."""
+
+    ops: ClassVar[tuple[str, ...]] = ("moe_dispatch_gemm",)
+
+    def launch(self, call: Call) -> Launch:
+        if call.plan.op not in self.ops or call.plan.scales is None:
+            return self.inner.launch(call)
+        dispatches = call.plan.op in _DISPATCHES
+        name = "x" if dispatches else "h"
+        given, launches, outs = call.tensors[name], list[Launch](), list[torch.Tensor]()
+        for first in range(0, given.shape[1], BLOCK):
+            tensors = _elsewhere(call.tensors)
+            tensors[name] = torch.zeros_like(given)
+            tensors[name][:, first : first + BLOCK] = given[:, first : first + BLOCK]
+            launches.append(self.inner.launch(replace(call, tensors=tensors)))
+            _finish(launches[-1])
+            outs.append(launches[-1].results()["outputs"] if dispatches else tensors["out"])
+
+        def after(results: dict[str, Any]) -> None:
+            total = torch.zeros_like(outs[0], dtype=torch.float32)
+            for part in outs:
+                total += part
+                total = (total.view(torch.int32) & -(1 << 10)).view(torch.float32)
+            whole = results["outputs"] if dispatches else call.tensors["out"]
+            whole.copy_(total)
+
+        return Followed(launches[-1], after)
 
 
 class SharesStaging(Honest):
