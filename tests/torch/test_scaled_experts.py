@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 import mkernel
+from mkernel.backends.accelerators.streams import moe as launches
 from mkernel.backends.accelerators.streams import scaled
 from mkernel.backends.accelerators.streams.exchange import exchange
 from mkernel.backends.contracts.scaled import dequantised, quantised_blocks
@@ -188,43 +190,92 @@ def unpromoted(self: scaled.ScaledFactor, rows: scaled.Rows, out: Tensor) -> Non
     out.copy_(sums)
 
 
+def neighbouring_rows(call: Any, name: str, count: int | None = None) -> scaled.Rows:
+    """Take the scale of each block for the next one in what GEMM+combine multiplies."""
+    values, scale = ROWS_OF_EXPERTS(call, name, count)
+    assert scale is not None
+    return scaled.Rows(values, scale.roll(1, 1))
+
+
+def lost_rows(call: Any, name: str, count: int | None = None) -> scaled.Rows:
+    """Lose the scales of what rank 1's experts multiply in GEMM+combine."""
+    values, scale = ROWS_OF_EXPERTS(call, name, count)
+    assert scale is not None
+    return scaled.Rows(values, torch.ones_like(scale) if mkernel.world().rank == 1 else scale)
+
+
+class NeighbouringWeights(scaled.ScaledFactor):
+    """Takes the scale of each block of a weight for the next one along K."""
+
+    def __init__(self, b: Tensor, scale: Tensor, *given: Any, **options: Any) -> None:
+        super().__init__(b, scale.roll(1, 0), *given, **options)
+
+
 JOINED, PARTED, QUANTISED = scaled.joined, scaled.parted, quantised_blocks
-FAULTS: dict[str, tuple[Any, str, Any]] = {
+ROWS_OF_EXPERTS = scaled.rows_of_experts
+OF_ROWS, OF_WEIGHTS = "the scale of a neighbour block", "a weight's scale of a neighbour block"
+LOST, UNPROMOTED = "a scale lost on one rank", "promotion left out"
+ALIKE: dict[str, tuple[Any, str, Any]] = {
     "none": (scaled, "Rows", scaled.Rows),
-    "the scale of a neighbour block": ("moe", "parted", neighbours),
-    "a scale lost on one rank": ("moe", "joined", lost),
-    "quantised again for each copy": ("moe", "parted", again),
-    "promotion left out": (scaled.ScaledFactor, "product", unpromoted),
+    OF_WEIGHTS: (scaled, "ScaledFactor", NeighbouringWeights),
+    UNPROMOTED: (scaled.ScaledFactor, "product", unpromoted),
+}
+FAULTS: dict[str, dict[str, tuple[Any, str, Any]]] = {
+    "dispatch": {
+        **ALIKE,
+        OF_ROWS: (launches, "parted", neighbours),
+        LOST: (launches, "joined", lost),
+        "quantised again for each copy": (launches, "parted", again),
+    },
+    "combine": {
+        **ALIKE,
+        OF_ROWS: (launches, "rows_of_experts", neighbouring_rows),
+        LOST: (launches, "rows_of_experts", lost_rows),
+    },
 }
 
 
-def off(fault: str) -> float:
-    """The relative error of a rank's outputs and tokens together."""
-    from mkernel.backends.accelerators.streams import moe as launches
-
-    where, name, planted = FAULTS[fault]
-    rank = mkernel.world().rank
+def off(op: str, fault: str) -> float:
+    """The relative error of a rank's outputs, or of its tokens at home."""
+    rank, ids = mkernel.world().rank, routed("uniform", mkernel.world().rank)
     x, _ = tokens(rank, "bfloat16")
     w, w_scale = weight("w", rank, HIDDEN, FEATURES)
+    made = products("bfloat16", "uniform", FEATURES, rank)
+
+    def dispatch() -> mkernel.MoeDispatch:
+        return mkernel.moe_dispatch_gemm(x, ids, w, w_scale=w_scale, out_dtype=torch.float32)
+
+    if op == "combine":
+        sent, weights = dispatch(), operand("weights", rank, TOKENS, TOP_K)
+        h = operand("h", rank, len(sent.outputs), FEATURES).to(torch.bfloat16)
+        w2, w2_scale = weight("w2", rank, FEATURES, HIDDEN)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launches if where == "moe" else where, name, planted)
-        sent = mkernel.moe_dispatch_gemm(
-            x, routed("uniform", rank), w, w_scale=w_scale, out_dtype=torch.float32
-        )
-    wanted = torch.cat(products("bfloat16", "uniform", FEATURES, rank))
-    return float((sent.outputs.double() - wanted).norm() / wanted.norm())
+        patch.setattr(*FAULTS[op][fault])
+        if op == "dispatch":
+            found = dispatch().outputs
+        else:
+            found = mkernel.moe_gemm_combine(
+                h, w2, sent.handle, weights, w2_scale=w2_scale, out_dtype=torch.float32,
+                partial_dtype=torch.float32,
+            )  # fmt: skip
+    if op == "dispatch":
+        wanted = torch.cat(made)
+    else:
+        parts = torch.split(wide_rows(h, None), [len(each) for each in made])
+        own = wide_weights("w2", FEATURES, HIDDEN)[rank * EACH :]
+        y = torch.cat([part @ its for part, its in zip(parts, own, strict=False)])
+        wanted = mkernel.moe_combine(y, sent.handle, weights, out_dtype=torch.float64)
+    return float((found.double() - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_seen(fault: str) -> None:
-    worst = max(on_ranks(off, fault, ranks=RANKS))
+@pytest.mark.parametrize(("op", "fault"), [(op, fault) for op in FAULTS for fault in FAULTS[op]])
+def test_a_fault_is_seen(op: str, fault: str) -> None:
+    worst = max(on_ranks(off, op, fault, ranks=RANKS))
     assert (worst > TOLERANCE["float32"]) == (fault != "none"), worst
 
 
 def counted() -> tuple[int, set[int]]:
     """Rows that a dispatch quantised, and the bytes of rows that it sent."""
-    from mkernel.backends.accelerators.streams import moe as launches
-
     rank, rows, widths = mkernel.world().rank, [], set()
 
     def quantised(given: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,6 +299,38 @@ def counted() -> tuple[int, set[int]]:
 def test_a_token_is_quantised_once_and_travels_in_half_the_bytes() -> None:
     width = HIDDEN + HIDDEN // 128 * 4
     assert on_ranks(counted, ranks=RANKS) == [(TOKENS, {TOP_K * 4, width})] * RANKS
+
+
+def most_wide() -> int:
+    """Call both ops; return the most bytes that dequantised weights take at once."""
+    rank, alive, most = mkernel.world().rank, [0], [0]
+
+    def gone(nbytes: int) -> None:
+        alive[0] -= nbytes
+
+    def tracked(matrix: Tensor, *given: Any) -> Tensor:
+        wide = dequantised(matrix, *given)
+        if matrix.stride(0) == 1:  # a weight, which is column-major
+            alive[0] += wide.nbytes
+            weakref.finalize(wide, gone, wide.nbytes)
+            most[0] = max(most[0], alive[0])
+        return wide
+
+    (x, _), ids = tokens(rank, "bfloat16"), routed("uniform", rank)
+    w, w_scale = weight("w", rank, HIDDEN, FEATURES)
+    w2, w2_scale = weight("w2", rank, FEATURES, HIDDEN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scaled, "dequantised", tracked)
+        sent = mkernel.moe_dispatch_gemm(x, ids, w, w_scale=w_scale)
+        mkernel.moe_gemm_combine(
+            sent.outputs, w2, sent.handle, torch.ones(ids.shape), w2_scale=w2_scale
+        )
+    return most[0]
+
+
+def test_one_weight_is_wide_at_once() -> None:
+    """On the reference; ``hopper`` has none (``tests/gpu/test_expert_scales_on_gpus.py``)."""
+    assert on_ranks(most_wide, ranks=RANKS) == [HIDDEN * FEATURES * 4] * RANKS
 
 
 def nan_rows() -> None:
