@@ -168,11 +168,12 @@ def test_peers_of_sums_are_right(op: OpName, norm: bool) -> None:
 @times_ranks
 @needs_gpus(2)
 def test_peers_of_e4m3_experts_are_right() -> None:
-    """Graphs capture the one whose weights were dequantised; the others wait for numbers of rows there,
-    and say so."""
+    """Graphs capture those with a grouped product, of weights that were dequantised or have a scale a
+    column; the others wait for numbers of rows there, and say so."""
     sizes = {"tokens": 200, "hidden": 512, "features": 256, "experts": 8, "top_k": 2}
     ops = ("moe_dispatch_gemm", "moe_gemm_combine", "moe_layer")
-    names = ("nccl+cublas", "gather+grouped", "gather+dequantised")
+    captured = ("gather+dequantised", "gather+scaled")
+    names = ("nccl+cublas", "gather+grouped", *captured)
     made = bench(
         2, shapes=tuple(Shape(op=op, sizes=sizes) for op in ops), modes=("eager", "graph"),
         dtype="float8_e4m3fn", layout="column", scales="block", capacity=True,
@@ -181,7 +182,7 @@ def test_peers_of_e4m3_experts_are_right() -> None:
     for row in made.rows:
         for name in names:
             entry, about = row.entries[name], (row.mode, row.shape.op, name)
-            if row.mode == "eager" or name == "gather+dequantised":
+            if row.mode == "eager" or name in captured:
                 assert entry.state == "right", (*about, entry.why)
             else:
                 assert entry.state == "absent", about

@@ -292,7 +292,7 @@ def test_experts_in_e4m3(tmp_path: Path) -> None:
                 entry = row["entries"][name]
                 assert entry["state"] == "right", (row["shape"]["op"], name)
                 assert entry["error"] > 1e-4  # of bfloat16 results
-            for name in ("gloo+matmul", "gather+grouped", "gemm"):
+            for name in ("gloo+matmul", "gather+grouped", "gather+scaled", "gemm"):
                 assert (
                     row["entries"][name]["why"] == "torch has no product with scales by blocks here"
                 )

@@ -5,6 +5,7 @@ whose product by torch a stand-in computes."""
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,11 @@ from mkernel.cases.moe import gated
 from mkernel.harness.contenders import Contender, experts
 from mkernel.harness.contenders.collectives import all_gather
 from mkernel.harness.contenders.deep_ep import DeepEp
-from mkernel.harness.contenders.experts import DequantisedExperts, GatheredExperts
+from mkernel.harness.contenders.experts import (
+    DequantisedExperts,
+    GatheredExperts,
+    ScaledGroupedExperts,
+)
 from mkernel.harness.contenders.library import Gemm, GlooMatmul, NcclCublas
 from mkernel.harness.problem import Inputs, Problem
 
@@ -159,6 +164,21 @@ def block_product(a: Tensor, b: Tensor, scale: Tensor, padded: Tensor, out: Tens
     out.copy_(dequantised(a, scale) @ dequantised(b, of_b))
 
 
+def grouped(
+    a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, *, offs: Tensor, **options: Any
+) -> Tensor:
+    """As torch's on a CUDA device, in float32; nobody's rows are anything."""
+    assert (options["out_dtype"], of_a.shape, of_b.shape) == (
+        torch.bfloat16, (len(a),), (len(b), b.shape[2]),
+    )  # fmt: skip
+    assert b.transpose(1, 2).is_contiguous()
+    out = torch.full((len(a), b.shape[2]), float("nan"), dtype=torch.bfloat16)
+    for expert, (first, last) in enumerate(pairwise([0, *offs.tolist()])):
+        rows = a[first:last].float() * of_a[first:last, None]
+        out[first:last] = (rows @ (b[expert].float() * of_b[expert])).bfloat16()
+    return out
+
+
 class ScalesOfOtherTokens(GatheredExperts):
     name = "scales_of_other_tokens"
 
@@ -180,8 +200,17 @@ def scaled_errors(kind: type[Contender], op: str) -> list[str]:
     options: dict[str, Any] = {"scales": "block", "routing": "zipf"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "block_product", block_product)
+        patch.setattr(torch, "_scaled_grouped_mm", grouped)
         found = wrong(kind, op, options)
         return found if found else wrong(kind, op, {**options, "capacity": 244})
+
+
+class ScalesOfOtherColumns(ScaledGroupedExperts):
+    name = "scales_of_other_columns"
+
+    def call(self, inputs: Inputs, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        name = "w2_columns" if self.op == "moe_gemm_combine" else "w_columns"
+        return super().call({**inputs, name: inputs[name].roll(1, 0)}, outputs)
 
 
 class NothingBetween(DequantisedExperts):
@@ -196,8 +225,8 @@ class NothingBetween(DequantisedExperts):
 @pytest.mark.parametrize("op", OPS[:3])
 @pytest.mark.parametrize(
     "kind",
-    [GlooMatmul, GatheredExperts, DequantisedExperts, Gemm, ScalesOfOtherTokens,
-     ScalesOfOtherExperts],
+    [GlooMatmul, GatheredExperts, DequantisedExperts, ScaledGroupedExperts, Gemm,
+     ScalesOfOtherTokens, ScalesOfOtherExperts, ScalesOfOtherColumns],
 )  # fmt: skip
 def test_peers_with_e4m3_experts(kind: type[Contender], op: str) -> None:
     """Rows, their scales and their experts' belong together; what is behind an expert's rows is not."""
@@ -211,7 +240,9 @@ def test_what_is_between_is_quantised() -> None:
     assert all(mkernel.launch(scaled_errors, kind, op, ranks_per_node=2, accelerator="streams"))
 
 
-@pytest.mark.parametrize("kind", [NcclCublas, GatheredExperts, DequantisedExperts, Gemm])
+@pytest.mark.parametrize(
+    "kind", [NcclCublas, GatheredExperts, DequantisedExperts, ScaledGroupedExperts, Gemm]
+)
 def test_what_has_a_peer_with_e4m3_experts_on_a_device(kind: type[Contender]) -> None:
     for op in OPS[:3]:
         options = {"scales": "block"}

@@ -178,6 +178,7 @@ _CLASSES = {
     "deepep": "deep_ep:DeepEp",
     "gather+grouped": "experts:GatheredExperts",
     "gather+dequantised": "experts:DequantisedExperts",
+    "gather+scaled": "experts:ScaledGroupedExperts",
     "ring": "attention:Ring",
     "context-parallel": "context_parallel:ContextParallel",
     "context-parallel-alltoall": "context_parallel:ContextParallelAllToAll",

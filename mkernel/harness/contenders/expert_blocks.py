@@ -1,4 +1,5 @@
-"""Steps of experts in e4m3, with scales by blocks, beside their products: one kernel each on a GPU."""
+"""Steps of experts in e4m3, with scales by blocks or by rows, beside their products: one kernel each on
+a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mkernel.backends.contracts.scaled import quantised_blocks
+from mkernel.backends.contracts.scaled import quantised_blocks, quantised_rows
 from mkernel.cases.moe import gated
 from mkernel.harness.contenders.compiled import compiled
 from mkernel.plan.model import BLOCK
@@ -22,6 +23,12 @@ def quantised(both: Tensor) -> tuple[Tensor, Tensor]:
     """Return silu(gate) · up of rows, whose columns are the gates', then the ups', in e4m3, and the
     scales."""
     found: tuple[Tensor, Tensor] = _run(_quantised, both)
+    return found
+
+
+def quantised_whole(both: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what :func:`quantised` does with one scale a row, [rows, 1]."""
+    found: tuple[Tensor, Tensor] = _run(_quantised_whole, both)
     return found
 
 
@@ -45,11 +52,16 @@ def prepare(device: torch.device, columns: int) -> None:
     for rows in _SOME_ROWS:
         both = torch.zeros(rows, 2 * columns, dtype=torch.bfloat16, device=device)
         rounded(both)
+        quantised_whole(both)
         widened(*quantised(both))
 
 
 def _quantised(both: Tensor) -> tuple[Tensor, Tensor]:
     return quantised_blocks(gated(both.float()))
+
+
+def _quantised_whole(both: Tensor) -> tuple[Tensor, Tensor]:
+    return quantised_rows(gated(both.float()))
 
 
 def _rounded(both: Tensor) -> Tensor:

@@ -7,13 +7,20 @@ their scales; results travel in bfloat16.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import distributed
 
-from mkernel.backends.contracts.scaled import STEP, block_product, dequantised, padded_blocks
+from mkernel.backends.contracts.scaled import (
+    STEP,
+    block_product,
+    dequantised,
+    padded_blocks,
+    quantised_rows,
+)
 from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.errors import Unsupported
 from mkernel.harness.contenders import EXPERTS, Contender, expert_blocks, expert_rows, widened
@@ -83,13 +90,22 @@ def keep_scales(held: Inputs, capacity: int | None = None) -> None:
 def of_experts(
     inputs: Inputs, name: str, rows: torch.Tensor, scale: torch.Tensor | None, counts: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply rows, e4m3 ones beside their scales [rows, K / 128], by the weights of that name, as
-    :func:`products` does.
+    """Multiply rows, e4m3 ones beside their scales [rows, K / 128] or [rows, 1], by the weights of that
+    name, as :func:`products` does.
 
     torch's grouped product takes no float32 scales by blocks, so that e4m3 operands have a product an
     expert, and results in bfloat16. It takes rows in fours: those that are the next expert's get their
-    own results by the next product. Weights that are kept in bfloat16 have the grouped one.
+    own results by the next product. Weights that are kept in bfloat16 have the grouped one, and so do
+    those with a scale a column, beside rows with one each.
     """
+    if f"{name}_columns" in inputs:
+        assert scale is not None
+        grouped: Callable[..., torch.Tensor] = torch._scaled_grouped_mm
+        return grouped(
+            rows, inputs[f"{name}_by_columns"].transpose(1, 2), scale.flatten(),
+            inputs[f"{name}_columns"], offs=counts.cumsum(0).to(torch.int32),
+            out_dtype=torch.bfloat16, use_fast_accum=True,
+        )  # fmt: skip
     w = inputs[f"{name}_wide" if f"{name}_wide" in inputs else name]
     if scale is not None and w.dtype == torch.bfloat16:
         rows, scale = expert_blocks.widened(rows, scale), None
@@ -115,6 +131,8 @@ def gated_products(
     scale = None
     if "w2_wide" in inputs:
         between = expert_blocks.rounded(both)
+    elif "w2_columns" in inputs:
+        between, scale = expert_blocks.quantised_whole(both)
     elif "w2_scale" in inputs:
         between, scale = expert_blocks.quantised(both)
     else:
@@ -387,6 +405,55 @@ class DequantisedExperts(GatheredExperts):
         # One after the other: in float32 all of them take much memory.
         for wide, one, scale in zip(inputs[f"{name}_wide"], w, scales, strict=True):
             wide.copy_(dequantised(one, scale))
+
+
+E4M3_ROUNDING = 2**-5
+"""The error of a rounding to e4m3: an element is off by 1/16 at most, by half of that in the mean."""
+
+
+class ScaledGroupedExperts(GatheredExperts):
+    """The same of e4m3 experts by torch's grouped product of e4m3 operands, which graphs capture. It
+    takes a scale a row and a scale a column, so operands are quantised anew before the turn."""
+
+    name = "gather+scaled"
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        if problem.op not in EXPERTS or problem.case.options.get("scales") != "block":
+            return "for products of experts in e4m3"
+        return super().unusable(problem)
+
+    def before(self, inputs: Inputs) -> None:
+        super().before(inputs)
+        rows = "h" if self.op == "moe_gemm_combine" else "x"
+        capacity = self.capacity if rows == "h" else None
+        anew = quantised_rows(dequantised(inputs[rows], inputs[f"{rows}_scale"]))
+        for name, each in zip(("by_rows", "by_rows_scale"), anew, strict=True):
+            kept(inputs, name, padded(each, capacity))
+        for name in ("w", "w2"):
+            if name in inputs:
+                self._by_columns(inputs, name)
+
+    def _by_columns(self, inputs: Inputs, name: str) -> None:
+        w = inputs[name].transpose(1, 2)
+        if f"{name}_by_columns" not in inputs:
+            inputs[f"{name}_by_columns"] = torch.empty_like(w)
+            inputs[f"{name}_columns"] = w.new_empty(w.shape[:2], dtype=torch.float32)
+        for expert, (one, its) in enumerate(zip(w, inputs[f"{name}_scale"], strict=True)):
+            values, scale = quantised_rows(dequantised(one, its.t()))
+            inputs[f"{name}_by_columns"][expert].copy_(values)
+            inputs[f"{name}_columns"][expert].copy_(scale.flatten())
+
+    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
+        rows = "rows" if self.op == "moe_gemm_combine" else "x"
+        anew = {rows: inputs["by_rows"], f"{rows}_scale": inputs["by_rows_scale"]}
+        return super().call(inputs | anew, outputs)
+
+    def limits(self) -> dict[str, float]:
+        """Allow roundings to e4m3 of both operands; in a layer those of both weights, of tokens, and of
+        what is between the products, by rows here and by blocks in the reference."""
+        error = E4M3_ROUNDING * (5 if self.op == MOE_LAYER else 2) ** 0.5
+        return {name: math.hypot(limit, error) for name, limit in super().limits().items()}
 
 
 CALLS: dict[str, Callable[[Problem, Inputs], Tensors]] = {
