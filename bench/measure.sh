@@ -217,7 +217,7 @@ for part in "$@"; do
             some="tokens=32 $of, tokens=512 $of, tokens=4096 $of"
             experts "${model}_layers" moe_layer kernel "$some"
             experts "${model}_layers_e4m3" moe_layer kernel,graph "$some" --dtype float8_e4m3 \
-                --peers gather+grouped,gather+dequantised,gather+scaled
+                --peers gather+grouped,gather+dequantised,gather+scaled,gather+deepgemm
             for tokens in 16384 32768; do # two sets of inputs for each contender do not fit 80 GB
                 experts "${model}_$((2 * tokens))" "$halves" kernel "tokens=$tokens $of"
             done

@@ -20,6 +20,7 @@ from mkernel.cases.moe import gated
 from mkernel.harness.contenders import Contender, experts
 from mkernel.harness.contenders.collectives import all_gather
 from mkernel.harness.contenders.deep_ep import DeepEp
+from mkernel.harness.contenders.deep_gemm import DeepGemm
 from mkernel.harness.contenders.experts import (
     DequantisedExperts,
     GatheredExperts,
@@ -179,6 +180,34 @@ def grouped(
     return out
 
 
+def grouped_apart(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor, experts: Tensor
+) -> None:
+    """As DeepGEMM's, in float32: each 128 rows are one expert's, or nobody's."""
+    assert all(each.is_contiguous() for each in (*b, out, experts))
+    assert experts.dtype == torch.int32
+    out.fill_(float("nan"))
+    for first in range(0, len(out), 128):
+        (expert,) = experts[first : first + 128].unique().tolist()
+        rows = slice(first, first + 128)
+        assert len(out[rows]) == 128
+        if expert >= 0:
+            wide = dequantised(b[0][expert], b[1][expert])
+            out[rows] = (dequantised(a[0][rows], a[1][rows]) @ wide.t()).bfloat16()
+
+
+class OfTheNextExpert(DeepGemm):
+    name = "scales_of_the_next_expert"
+
+    def routed(self, ids: Tensor) -> Any:
+        made = super().routed(ids)
+        made.experts = torch.where(
+            made.experts < 0, -1, (made.experts + 1) % len(made.counts)
+        ).int()
+        self._experts = made.experts
+        return made
+
+
 class ScalesOfOtherTokens(GatheredExperts):
     name = "scales_of_other_tokens"
 
@@ -201,6 +230,8 @@ def scaled_errors(kind: type[Contender], op: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "block_product", block_product)
         patch.setattr(torch, "_scaled_grouped_mm", grouped)
+        library = SimpleNamespace(m_grouped_fp8_gemm_nt_contiguous=grouped_apart)
+        patch.setitem(sys.modules, "deep_gemm", library)
         found = wrong(kind, op, options)
         return found if found else wrong(kind, op, {**options, "capacity": 244})
 
@@ -225,8 +256,8 @@ class NothingBetween(DequantisedExperts):
 @pytest.mark.parametrize("op", OPS[:3])
 @pytest.mark.parametrize(
     "kind",
-    [GlooMatmul, GatheredExperts, DequantisedExperts, ScaledGroupedExperts, Gemm,
-     ScalesOfOtherTokens, ScalesOfOtherExperts, ScalesOfOtherColumns],
+    [GlooMatmul, GatheredExperts, DequantisedExperts, ScaledGroupedExperts, DeepGemm, Gemm,
+     ScalesOfOtherTokens, ScalesOfOtherExperts, ScalesOfOtherColumns, OfTheNextExpert],
 )  # fmt: skip
 def test_peers_with_e4m3_experts(kind: type[Contender], op: str) -> None:
     """Rows, their scales and their experts' belong together; what is behind an expert's rows is not."""

@@ -179,6 +179,7 @@ _CLASSES = {
     "gather+grouped": "experts:GatheredExperts",
     "gather+dequantised": "experts:DequantisedExperts",
     "gather+scaled": "experts:ScaledGroupedExperts",
+    "gather+deepgemm": "deep_gemm:DeepGemm",
     "ring": "attention:Ring",
     "context-parallel": "context_parallel:ContextParallel",
     "context-parallel-alltoall": "context_parallel:ContextParallelAllToAll",

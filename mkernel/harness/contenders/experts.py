@@ -34,7 +34,7 @@ def padded(rows: torch.Tensor, capacity: int | None) -> torch.Tensor:
     """Return as many rows as the capacity says, those at the end being zero."""
     if capacity is None:
         return rows
-    more = torch.nn.functional.pad(_plain(rows), (0, 0, 0, capacity - len(rows)))
+    more = torch.nn.functional.pad(plain(rows), (0, 0, 0, capacity - len(rows)))
     return more.view(rows.dtype)
 
 
@@ -95,17 +95,12 @@ def of_experts(
 
     torch's grouped product takes no float32 scales by blocks, so that e4m3 operands have a product an
     expert, and results in bfloat16. It takes rows in fours: those that are the next expert's get their
-    own results by the next product. Weights that are kept in bfloat16 have the grouped one, and so do
-    those with a scale a column, beside rows with one each.
+    own results by the next product. Weights that are kept in bfloat16 have the grouped one. A peer may
+    have a ``product`` of its own.
     """
-    if f"{name}_columns" in inputs:
-        assert scale is not None
-        grouped: Callable[..., torch.Tensor] = torch._scaled_grouped_mm
-        return grouped(
-            rows, inputs[f"{name}_by_columns"].transpose(1, 2), scale.flatten(),
-            inputs[f"{name}_columns"], offs=counts.cumsum(0).to(torch.int32),
-            out_dtype=torch.bfloat16, use_fast_accum=True,
-        )  # fmt: skip
+    if "product" in inputs:
+        made: torch.Tensor = inputs["product"](inputs, name, rows, scale, counts)
+        return made
     w = inputs[f"{name}_wide" if f"{name}_wide" in inputs else name]
     if scale is not None and w.dtype == torch.bfloat16:
         rows, scale = expert_blocks.widened(rows, scale), None
@@ -169,7 +164,7 @@ class Exchanged:
 
     def send(self, x: torch.Tensor) -> torch.Tensor:
         """Send tokens to the ranks of their experts; return rows by expert, source, token and slot."""
-        rows = _plain(x)[self._order // self._top_k]
+        rows = plain(x)[self._order // self._top_k]
         return _exchanged(rows, self._sent, self._received)[self._by_expert].view(x.dtype)
 
     def bring_home(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -181,7 +176,7 @@ class Exchanged:
         return expert_rows.summed(home, weights, self._home, self._all)
 
 
-def _plain(rows: torch.Tensor) -> torch.Tensor:
+def plain(rows: torch.Tensor) -> torch.Tensor:
     """Return e4m3 rows as bytes: not every library, index or padding takes the dtype."""
     return rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
 
@@ -288,7 +283,7 @@ def gathered(share: torch.Tensor, world: int) -> torch.Tensor:
 def gathering(share: torch.Tensor, world: int) -> tuple[torch.Tensor, Any]:
     """Start to gather all ranks' rows; return their memory, and what to wait for before it is read."""
     whole = share.new_empty(world * share.shape[0], *share.shape[1:])
-    return whole, all_gather(_plain(whole), _plain(share.contiguous()), async_op=True)
+    return whole, all_gather(plain(whole), plain(share.contiguous()), async_op=True)
 
 
 class ExpertPeer(Contender):
@@ -334,8 +329,7 @@ class GatheredExperts(ExpertPeer):
     def before(self, inputs: Inputs) -> None:
         keep_scales(inputs, self.capacity)
         if self.op == "moe_gemm_combine":
-            ids = gathered(inputs["topk_ids"], self.problem.world)
-            self.keep(inputs, Gathered(self.problem, ids, self.capacity))
+            self.keep(inputs, self.routed(gathered(inputs["topk_ids"], self.problem.world)))
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         world = self.problem.world
@@ -353,7 +347,7 @@ class GatheredExperts(ExpertPeer):
         if "x_scale" in inputs:
             scales, coming_last = gathering(inputs["x_scale"], world)
         coming_first.wait()
-        routing = Gathered(self.problem, ids, self.capacity)
+        routing = self.routed(ids)
         coming.wait()
         if scales is not None:
             coming_last.wait()
@@ -371,6 +365,10 @@ class GatheredExperts(ExpertPeer):
         rows = gated_products(inputs, routing.copied(tokens), scale, routing.counts)
         coming.wait()
         return self._brought_home(routing.summed(rows, weights))
+
+    def routed(self, ids: torch.Tensor) -> Gathered:
+        """Return which rows of all ranks' tokens its experts take."""
+        return Gathered(self.problem, ids, self.capacity)
 
     def _brought_home(self, sums: torch.Tensor) -> Tensors:
         out = sums.new_empty(len(sums) // self.problem.world, sums.shape[1])
@@ -405,6 +403,17 @@ class DequantisedExperts(GatheredExperts):
         # One after the other: in float32 all of them take much memory.
         for wide, one, scale in zip(inputs[f"{name}_wide"], w, scales, strict=True):
             wide.copy_(dequantised(one, scale))
+
+
+def _scaled_product(
+    inputs: Inputs, name: str, rows: torch.Tensor, scale: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    grouped: Callable[..., torch.Tensor] = torch._scaled_grouped_mm
+    return grouped(
+        rows, inputs[f"{name}_by_columns"].transpose(1, 2), scale.flatten(),
+        inputs[f"{name}_columns"], offs=counts.cumsum(0).to(torch.int32),
+        out_dtype=torch.bfloat16, use_fast_accum=True,
+    )  # fmt: skip
 
 
 E4M3_ROUNDING = 2**-5
@@ -447,7 +456,7 @@ class ScaledGroupedExperts(GatheredExperts):
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         rows = "rows" if self.op == "moe_gemm_combine" else "x"
         anew = {rows: inputs["by_rows"], f"{rows}_scale": inputs["by_rows_scale"]}
-        return super().call(inputs | anew, outputs)
+        return super().call(inputs | anew | {"product": _scaled_product}, outputs)
 
     def limits(self) -> dict[str, float]:
         """Allow roundings to e4m3 of both operands; in a layer those of both weights, of tokens, and of

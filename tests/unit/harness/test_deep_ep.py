@@ -1,4 +1,4 @@
-"""A peer that is built from source by who wants it: in its place is why it takes no part."""
+"""Peers that are built from source by who wants them: in their place is why they take no part."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mkernel.harness import contenders
-from mkernel.harness.contenders import deep_ep
+from mkernel.harness.contenders import deep_ep, deep_gemm
 
 
 def problem(op: str, **other: Any) -> Any:
@@ -37,3 +37,21 @@ def test_why_it_takes_no_part(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert peer.unusable(problem(op, **other)) == why
     assert peer.unusable(problem("all_reduce")) == "for experts"
+
+
+@pytest.mark.parametrize("op", ["moe_dispatch_gemm", "moe_gemm_combine", "moe_layer"])
+def test_why_deep_gemm_takes_no_part(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "gather+deepgemm" in contenders.PEERS
+    peer = contenders.named("gather+deepgemm")
+    scaled = SimpleNamespace(options={"scales": "block"})
+    monkeypatch.setattr(deep_gemm, "find_spec", lambda name: None)
+    assert "is not installed: it is built from source" in str(
+        peer.unusable(problem(op, case=scaled))
+    )
+    monkeypatch.setattr(deep_gemm, "find_spec", lambda name: object())
+    assert peer.unusable(problem(op, case=scaled)) is None
+    assert (
+        peer.unusable(problem(op, case=scaled, device=SimpleNamespace(type="cpu"))) == "not on CPUs"
+    )
+    plain = SimpleNamespace(options={})
+    assert peer.unusable(problem(op, case=plain)) == "for products of experts in e4m3"
