@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from math import lcm
 from types import MappingProxyType
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 import mkernel
-from mkernel.backends.contracts.scaled import quantised_rows
+from mkernel.backends.contracts.scaled import dequantised, quantised_blocks, quantised_rows
 from mkernel.cases import Case
 from mkernel.cases.all_reduce import SumCase
 from mkernel.conformance.accelerator_subject import AcceleratorSubject
@@ -137,8 +137,8 @@ def _judge_quantised(case: Case, calls: int) -> Iterator[str]:
 
 
 def scales(subject: AcceleratorSubject) -> None:
-    """Check e4m3 operands with every kind of scales that is claimed, on every path that takes
-    them."""
+    """Check e4m3 operands with every kind of scales that is claimed, on every path that takes them;
+    and rows of experts in 16 bits, which launches quantise."""
     claims = subject.capabilities
     ops = subject.claimed(*GEMMS) if claims.scale_modes else ()
     experts = subject.claimed(*SCALED_EXPERTS) if claims.scaled_experts else ()
@@ -188,6 +188,57 @@ def scales(subject: AcceleratorSubject) -> None:
                 for out in (of_fused if subject.quick else results)
             ]
         subject.judge(each_case, judge_calls, cases, 2 if subject.quick else 3, world=world)
+        sizes = {"hidden": 2 * BLOCK, "features": 2 * BLOCK}
+        wide = [
+            typical(subject, op, size, sizes, dtype=E4M3, out_dtype=results[0], layout="column",
+                    options={"scales": "block"})
+            for op in experts
+        ]  # fmt: skip
+        subject.judge(each_case, _judge_wide_rows, wide, world=world)
+
+
+_ROWS = {"moe_dispatch": "x", "moe_dispatch_gemm": "x", "moe_gemm_combine": "h"}
+"""The rows of MoE ops that launches quantise where they have 16 bits."""
+
+
+def _judge_wide_rows(case: Case) -> Iterator[str]:
+    """Call a case's op with rows in bfloat16, and with what torch makes of them in e4m3; yield where
+    results differ."""
+    world, name = mkernel.world(), _ROWS[case.op]
+    given = moved(case.inputs(world.rank, world.size, 0))
+    rows = dequantised(given[name], given.pop(f"{name}_scale")).to(torch.bfloat16)
+    values, scale = quantised_blocks(rows)
+    found, wanted = (
+        _called(case, given | {name: rows}, None), _called(case, given | {name: values}, scale)
+    )  # fmt: skip
+    for number, (got, right) in enumerate(zip(found, wanted, strict=True)):
+        if not torch.equal(got.view(torch.uint8), right.view(torch.uint8)):
+            yield (
+                f"{describe(case)}, {where()}: rows in bfloat16 give another result {number} than "
+                "those that were quantised before"
+            )
+
+
+def _called(
+    case: Case, given: Mapping[str, torch.Tensor], scale: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """Return the results of a case's op, of rows with these scales, or of those in 16 bits."""
+    ids, weights = given["topk_ids"], given["topk_weights"]
+    if case.op == "moe_dispatch":
+        quantise: Literal["block"] | None = "block" if scale is None else None
+        sent = moe_dispatch(
+            given["x"], ids, num_experts=case.sizes["experts"], x_scale=scale, quantise=quantise
+        )
+        assert sent.scales is not None
+        return sent.rows, sent.scales
+    w, of_w = given["w"], given["w_scale"]
+    if case.op == "moe_dispatch_gemm":
+        made = moe_op.moe_dispatch_gemm(given["x"], ids, w, x_scale=scale, w_scale=of_w)
+        return (made.outputs,)
+    of_x = given["x_scale"]
+    handle = moe_op.moe_dispatch_gemm(given["x"], ids, w, x_scale=of_x, w_scale=of_w).handle
+    h, w2, of_w2 = given["h"], given["w2"], given["w2_scale"]
+    return (moe_gemm_combine(h, w2, handle, weights, h_scale=scale, w2_scale=of_w2),)
 
 
 class _Scaled(NamedTuple):

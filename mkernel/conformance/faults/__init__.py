@@ -18,6 +18,7 @@ import torch
 
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
+from mkernel.backends.contracts.scaled import dequantised, quantised_rows
 from mkernel.conformance.faults import attention, launching
 from mkernel.conformance.faults.altering import (
     Altered,
@@ -166,6 +167,14 @@ def _last_block_unscaled(call: Call, scale: torch.Tensor) -> torch.Tensor:
     found = scale.clone()
     found[:, -1] = 1
     return found
+
+
+def _quantised_by_row(call: Call, rows: torch.Tensor) -> torch.Tensor:
+    """Quantise rows that the launch quantises by blocks, each by one scale."""
+    scales = call.plan.scales
+    if scales is None or scales.quantises is None:
+        return rows
+    return dequantised(*quantised_rows(rows)).to(rows.dtype)
 
 
 def _lost_on_rank_1(call: Call, scale: torch.Tensor) -> torch.Tensor:
@@ -580,6 +589,12 @@ TABLE: tuple[Row, ...] = (
             inputs("x_scale", change=_lost_on_rank_1), ops=("moe_dispatch_gemm",)),
     planted(Altered, "ScalesLostOfExperts", "The scales of what rank 1's experts multiply are 1.",
             "scales", inputs("h_scale", change=_lost_on_rank_1), ops=("moe_gemm_combine",)),
+    planted(Altered, "RowsQuantisedByRow", "Quantises a token in 16 bits by one scale, not by blocks.",
+            "scales", inputs("x", change=_quantised_by_row), ops=("moe_dispatch",)),
+    planted(Altered, "TokensQuantisedByRow", "The same before a product.", "scales",
+            inputs("x", change=_quantised_by_row), ops=("moe_dispatch_gemm",)),
+    planted(Altered, "ExpertsQuantiseByRow", "The same of what GEMM+combine multiplies.", "scales",
+            inputs("h", change=_quantised_by_row), ops=("moe_gemm_combine",)),
     planted(Altered, "BlockWithoutScale", "Leaves the scales of the last block of K out.", "scales",
             inputs("a_scale", change=_last_block_unscaled), ops=GEMMS),
     planted(Altered, "NarrowOutputs", "Rounds results to bfloat16 whatever was asked for.", "dtypes",
