@@ -38,7 +38,7 @@ SCALED_SIZES = {"tokens": 61, "hidden": 384, "features": 128, "experts": 6, "top
 
 def gathered(share: Tensor) -> Tensor:
     whole = share.new_empty(distributed.get_world_size() * len(share), *share.shape[1:])
-    all_gather(whole, share.contiguous())
+    all_gather(whole.view(torch.uint8), share.contiguous().view(torch.uint8))
     return whole
 
 
@@ -59,24 +59,32 @@ class Buffer:
         of_experts = torch.bincount(ids[ids >= 0], minlength=experts)
         return wanted.sum(0).int(), None, of_experts.int(), wanted, None
 
-    def dispatch(self, x: Tensor, **told: Any) -> tuple[Any, ...]:
+    def dispatch(self, x: Tensor | tuple[Tensor, Tensor], **told: Any) -> tuple[Any, ...]:
         ids, room = told["topk_idx"], told["num_worst_tokens"]
         assert int(told["num_tokens_per_expert"].sum()) == int((ids >= 0).sum())
         local = gathered(ids) - self.rank * self.own
         local[(local < 0) | (local >= self.own)] = -1
         came = (local >= 0).any(1).nonzero().squeeze(1)
-        found = []
-        for each in (gathered(x), local, gathered(told["topk_weights"])):
-            poison = -1 if each is local else float("nan")
-            whole = torch.full((room, *each.shape[1:]), poison, dtype=each.dtype)
-            whole[: len(came)] = each[came]
-            found.append(whole)
+        tokens = [gathered(each) for each in (x if isinstance(x, tuple) else (x,))]
+        *tokens, local, weights = (
+            self._in_room(each, came, room, -1 if each is local else float("nan"))
+            for each in (*tokens, local, gathered(told["topk_weights"]))
+        )
         if self.shifts:
-            found[0][: len(came)] = found[0][: len(came)].roll(1, 0)
+            tokens[0][: len(came)] = (
+                tokens[0][: len(came)].view(torch.uint8).roll(1, 0).view(tokens[0].dtype)
+            )
         source = torch.full((room,), -1)
         source[: len(came)] = came
         handle = (source, *(torch.zeros(1) for _ in range(5)))
-        return found[0], found[1], found[2], [], handle, None
+        came_in = tuple(tokens) if isinstance(x, tuple) else tokens[0]
+        return came_in, local, weights, [], handle, None
+
+    @staticmethod
+    def _in_room(each: Tensor, came: Tensor, room: int, poison: float) -> Tensor:
+        whole = torch.full((room, *each.shape[1:]), poison).to(each.dtype)
+        whole[: len(came)] = each[came]
+        return whole
 
     def combine(self, x: Tensor, handle: tuple[Tensor, ...], config: Any) -> tuple[Tensor, None]:
         assert x.dtype == torch.bfloat16
@@ -129,7 +137,7 @@ def deep_ep_errors(op: str, shifts: bool) -> list[str]:
     found = []
     for options in ({}, {"capacity": 240}, {"routing": "padded", "id_dtype": "int32"}):
         found += wrong(DeepEp, op, options)
-    return found
+    return found + scaled_errors(DeepEp, op)
 
 
 def errors_alone(op: str) -> list[str]:
@@ -147,7 +155,9 @@ def test_deep_ep_is_right_and_shifted_tokens_are_seen(op: str) -> None:
         for shifts in (False, True)
     )
     assert right == [[], []]
-    assert (shifted != [[], []]) == (op != "moe_gemm_combine")  # whose rows are given
+    for scaled in (False, True):
+        seen = [one for each in shifted for one in each if ("scales" in one) == scaled]
+        assert bool(seen) == (op != "moe_gemm_combine")  # whose rows are given
 
 
 @pytest.mark.parametrize("op", OPS[:3])

@@ -12,7 +12,7 @@ from mkernel.harness.contenders import deep_ep, deep_gemm
 
 
 def problem(op: str, **other: Any) -> Any:
-    case = SimpleNamespace(dtype="bfloat16")
+    case = SimpleNamespace(dtype="bfloat16", options={})
     device = SimpleNamespace(type="cuda")
     return SimpleNamespace(
         **{"op": op, "case": case, "device": device, "world": 2, "bars_libraries": None} | other
@@ -32,7 +32,7 @@ def test_why_it_takes_no_part(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for other, why in (
         ({"device": SimpleNamespace(type="cpu")}, "not on CPUs"),
         ({"bars_libraries": "would go past the NIC"}, "would go past the NIC"),
-        ({"case": SimpleNamespace(dtype="float16")}, "adds bfloat16 alone"),
+        ({"case": SimpleNamespace(dtype="float16", options={})}, "adds bfloat16 alone"),
         ({"world": 3}, "for 2, 4 or 8 ranks"),
     ):
         assert peer.unusable(problem(op, **other)) == why
