@@ -1,8 +1,7 @@
 """DeepGEMM's grouped product of e4m3 operands as a peer of experts, where it is installed.
 
 Rows of each of its groups begin at a multiple of 128, so tokens are copied to such rows, and those in
-between are nobody's. It compiles kernels by nvcc when they are first called; this repository has no
-build of it.
+between are nobody's. It compiles kernels by nvcc when they are first called.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from mkernel.harness.contenders import EXPERTS
 from mkernel.harness.contenders.experts import Gathered, GatheredExperts, Sorted, kept, plain
 from mkernel.harness.problem import Inputs, Problem, Tensors
 
-_ABSENT = "deep_gemm is not installed: it is built from source, and compiles kernels by nvcc"
+_ABSENT = "deep_gemm is not installed: pip install sgl-deep-gemm, SGLang's build of it"
 STEP = 128
 """Rows at multiples of which its groups begin."""
 
@@ -25,6 +24,17 @@ STEP = 128
 def _sizes(counts: torch.Tensor) -> torch.Tensor:
     """Return how many rows each group takes."""
     return (counts + STEP - 1) // STEP * STEP
+
+
+def why_not_usable() -> str | None:
+    """Return why DeepGEMM cannot be used in this process, or None."""
+    if find_spec("deep_gemm") is None:
+        return _ABSENT
+    try:
+        import_module("deep_gemm")
+    except (ImportError, OSError, RuntimeError) as error:  # of another torch, or there is no nvcc
+        return f"deep_gemm does not load: {error}"
+    return None
 
 
 class Aligned(Gathered):
@@ -72,8 +82,7 @@ class DeepGemm(GatheredExperts):
     def unusable(cls, problem: Problem) -> str | None:
         if problem.op not in EXPERTS or problem.case.options.get("scales") != "block":
             return "for products of experts in e4m3"
-        found = super().unusable(problem)
-        return _ABSENT if found is None and find_spec("deep_gemm") is None else found
+        return super().unusable(problem) or why_not_usable()
 
     def routed(self, ids: torch.Tensor) -> Aligned:
         routing = Aligned(self.problem, ids, self.capacity)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,10 +46,11 @@ def test_why_deep_gemm_takes_no_part(op: str, monkeypatch: pytest.MonkeyPatch) -
     peer = contenders.named("gather+deepgemm")
     scaled = SimpleNamespace(options={"scales": "block"})
     monkeypatch.setattr(deep_gemm, "find_spec", lambda name: None)
-    assert "is not installed: it is built from source" in str(
-        peer.unusable(problem(op, case=scaled))
-    )
+    assert "is not installed: pip install" in str(peer.unusable(problem(op, case=scaled)))
     monkeypatch.setattr(deep_gemm, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    assert "deep_gemm does not load: " in str(peer.unusable(problem(op, case=scaled)))
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace())
     assert peer.unusable(problem(op, case=scaled)) is None
     assert (
         peer.unusable(problem(op, case=scaled, device=SimpleNamespace(type="cpu"))) == "not on CPUs"
