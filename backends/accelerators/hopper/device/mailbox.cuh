@@ -19,6 +19,15 @@
 // would, and costs 2 to 5 us a call. Given that order, the exchange is tried in every interleaving
 // (tests/native/model/test_words_model.cpp).
 //
+// This is argued for compute capability 9.0 and peers on NVLink alone. The kernels compile for other devices too
+// (ptx/since_hopper.cuh), for which three things are neither argued nor tried:
+//   - that the end of a grid has put its stores to its own device's memory where the stores of peers meet them, on a
+//     device of two dies (10.0), and on one that peers reach through PCIe alone (8.6, 8.9, 12.0);
+//   - that PCIe tears a store of 16 bytes between 32-bit words only;
+//   - that nothing is sent before the previous grid has completed: code for devices before 9.0 does not wait for that
+//     grid, and relies on a launch that does not start early (cuda::since_hopper).
+// Exchanges by flags (collectives.hpp) fence, and need none of the three.
+//
 // A call may have two exchanges, where the data of the second one depends on the first. They are one grid and
 // one epoch, with places of their own in the same area, so nothing above changes: all of it is mail of e, on
 // zeros of e - 2. (An epoch each in one grid would not do. The peer's second mail leaves when some of its

@@ -26,9 +26,17 @@ __device__ inline void store_bytes(void* to, const void* from_shared, std::uint3
                  : "memory");
 }
 
-// Requests bytes of global memory for L2; nothing waits for them.
+// Requests bytes of global memory for L2; nothing waits for them. Devices without bulk copies are asked for each line,
+// but perhaps the last one.
 __device__ inline void prefetch_bytes(std::uint64_t at, std::uint32_t nbytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(nbytes) : "memory");
+    if constexpr (kSinceHopper) {
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(nbytes)
+                     : "memory");
+    } else {
+        for (const std::uint64_t end = at + nbytes; at < end; at += 128) {
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
+        }
+    }
 }
 
 }  // namespace mkernel::hopper::ptx

@@ -7,11 +7,13 @@
 
 #include <cstdint>
 
+#include "backends/accelerators/hopper/ptx/since_hopper.cuh"
+
 namespace mkernel::hopper::ptx {
 
 // Orders generic accesses and bulk copies of this thread, in both directions, all state spaces.
 __device__ inline void fence_async_proxy() {
-    asm volatile("fence.proxy.async;" ::: "memory");
+    if constexpr (kSinceHopper) asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 // Does the same for shared memory only.
@@ -22,12 +24,12 @@ __device__ inline void fence_async_shared() {
 // A grid that is launched to start early (programmatic stream serialization) may read what the grid
 // before it on its stream wrote, and write what that one reads, only after this.
 __device__ inline void wait_for_grid_before() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if constexpr (kSinceHopper) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // Lets the next grid on the stream start early once all blocks have come here, or to their end.
 __device__ inline void let_next_grid_start() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if constexpr (kSinceHopper) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 template <int kRegisters>

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "backends/accelerators/hopper/ptx/mbarrier.cuh"
+#include "backends/accelerators/hopper/ptx/since_hopper.cuh"
 
 namespace mkernel::hopper::ptx {
 
@@ -121,11 +122,16 @@ __device__ inline std::uint32_t blocks_of_cluster() {
     return count;
 }
 
+// Where there are no clusters, a block is one of its own.
 __device__ inline void cluster_barrier() {
-    asm volatile(
-        "barrier.cluster.arrive.release.aligned;\n"
-        "barrier.cluster.wait.acquire.aligned;" ::
-            : "memory");
+    if constexpr (kSinceHopper) {
+        asm volatile(
+            "barrier.cluster.arrive.release.aligned;\n"
+            "barrier.cluster.wait.acquire.aligned;" ::
+                : "memory");
+    } else {
+        __syncthreads();
+    }
 }
 
 // The two halves of a cluster's barrier, called by all threads of a warp together: data that was written

@@ -2,6 +2,8 @@
 // largest e4m3 number, a scale of 0 becomes 1, and with an infinity or NaN all elements count as NaN.
 #pragma once
 
+#include <cuda_fp8.h>
+
 #include <cstdint>
 
 namespace mkernel::hopper {
@@ -21,11 +23,16 @@ __device__ __forceinline__ float e4m3_scale(unsigned most) {
 
 // Returns two quantised elements, the first in the low half.
 __device__ __forceinline__ std::uint16_t quantise_two(float low, float high, float scale) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890  // software, with the same bits
+    return __nv_cvt_float2_to_fp8x2({__fdiv_rn(low, scale), __fdiv_rn(high, scale)}, __NV_SATFINITE,
+                                    __NV_E4M3);
+#else
     std::uint16_t both;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
         : "=h"(both)
         : "f"(__fdiv_rn(high, scale)), "f"(__fdiv_rn(low, scale)));
     return both;
+#endif
 }
 
 }  // namespace mkernel::hopper

@@ -24,12 +24,14 @@ constexpr const char* kLaunch = "launch of a copy kernel";
 __global__ __launch_bounds__(32) void copy_bulk_kernel(char* dst, const char* src,
                                                        std::uint64_t nbytes,
                                                        std::uint32_t stage_bytes) {
-    extern __shared__ __align__(128) char stages[];
-    __shared__ ptx::Mbarrier full[kStages];
-    BulkRing<kStages, kOpenStores> ring(stages, full, stage_bytes);
-    if (threadIdx.x == 0) ring.init();
-    copy_bulk(ring, dst, src, nbytes, blockIdx.x, gridDim.x);
-    if (threadIdx.x == 0) ring.release_stages();  // what is written, the end of the grid publishes
+    if constexpr (ptx::kSinceHopper) {
+        extern __shared__ __align__(128) char stages[];
+        __shared__ ptx::Mbarrier full[kStages];
+        BulkRing<kStages, kOpenStores> ring(stages, full, stage_bytes);
+        if (threadIdx.x == 0) ring.init();
+        copy_bulk(ring, dst, src, nbytes, blockIdx.x, gridDim.x);
+        if (threadIdx.x == 0) ring.release_stages();  // the end of the grid publishes the writes
+    }
 }
 
 __global__ __launch_bounds__(kPlainThreads) void copy_plain_kernel(char* dst, const char* src,
@@ -71,7 +73,7 @@ void copy(void* dst, const void* src, std::uint64_t nbytes, Engine engine, Effor
     }
     char* to = static_cast<char*>(dst);
     const char* from = static_cast<const char*>(src);
-    if (engine == Engine::bulk && alike(dst, src)) {
+    if (engine == Engine::bulk && alike(dst, src) && cuda::since_hopper(copy_bulk_kernel)) {
         const std::uint32_t stage_bytes =
             effort.stage_bytes != 0 ? effort.stage_bytes : stage_bytes_for(nbytes, effort.blocks);
         const std::uint64_t pieces = (nbytes + stage_bytes - 1) / stage_bytes;

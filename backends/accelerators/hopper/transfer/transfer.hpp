@@ -23,8 +23,8 @@ inline constexpr std::uint32_t kMaxStageBytes = 24u << 10;
 
 // Copies `nbytes` on `stream`, of the current device, which runs the copy: a put where `src` is its
 // own, a get where `dst` is. Any size, any alignment; the bulk engine hands over to the plain one where source and
-// destination do not lie alike within 16 bytes. The ranges must not overlap. Any thread; may be
-// captured. CudaError; std::invalid_argument for an effort out of range.
+// destination do not lie alike within 16 bytes, and where it was not compiled for the device. The ranges must not
+// overlap. Any thread; may be captured. CudaError; std::invalid_argument for an effort out of range.
 void copy(void* dst, const void* src, std::uint64_t nbytes, Engine engine, Effort effort,
           cudaStream_t stream);
 

@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "backends/accelerators/cuda/error.hpp"
+#include "backends/accelerators/cuda/small_launch.cuh"
 #include "backends/accelerators/hopper/kernels/collectives/collectives.hpp"
 
 namespace mkernel::hopper::collectives {
@@ -63,7 +64,7 @@ void launch_early(void (*kernel)(Args), const Args& args, std::uint32_t blocks, 
     config.blockDim = dim3(threads);
     config.stream = stream;
     config.attrs = &early;
-    config.numAttrs = 1;
+    config.numAttrs = cuda::since_hopper(kernel) ? 1 : 0;
     cuda::check(cudaLaunchKernelEx(&config, kernel, args), "launch of a collective");
 }
 

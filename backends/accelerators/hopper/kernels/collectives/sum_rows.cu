@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "backends/accelerators/cuda/error.hpp"
+#include "backends/accelerators/cuda/small_launch.cuh"
 #include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/device/mailbox.cuh"
 #include "backends/accelerators/hopper/device/prefetch.cuh"
@@ -571,7 +572,7 @@ void start(const char* what, void (*kernel)(Parameter), Parameter argument, cons
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &early;
-    config.numAttrs = 1;
+    config.numAttrs = cuda::since_hopper(kernel) ? 1 : 0;
     cuda::check(cudaLaunchKernelEx(&config, kernel, argument), what);
 }
 

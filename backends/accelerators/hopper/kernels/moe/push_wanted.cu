@@ -30,7 +30,7 @@ __device__ unsigned wanting(const PushArgs& args, int token) {
 }
 
 // Blocks take pairs of multiprocessors, so that the remaining ones hold clusters of two.
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+__global__ void MKERNEL_CLUSTER(2) __launch_bounds__(kThreads, 1)
     push_wanted_kernel(const __grid_constant__ PushArgs args) {
     const Workspace& workspace = args.workspace;
     // No rank ends the call before it has this one's flag (token_rows.cuh), so it is still this call's.

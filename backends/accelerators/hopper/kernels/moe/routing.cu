@@ -17,12 +17,13 @@ namespace mkernel::hopper::moe {
 
 namespace {
 
-constexpr int kBlocks = 8;  // of the cluster, which is the grid
+constexpr int kBlocks = ptx::kSinceHopper ? 8 : 1;  // of the cluster, which is the grid
 constexpr int kMostWarps = 32;
-constexpr int kCountBytes = 192 << 10;  // of shared memory
+// Of shared memory. A block has 99 KB on some devices before 9.0, and on 12.0.
+constexpr bool kAllLarge = cuda::kAllSinceHopper && std::ranges::max(cuda::kBuiltFor) < 1200;
+constexpr int kCountBytes = (kAllLarge ? 192 : 96) << 10;
 
-__global__ void __cluster_dims__(kBlocks, 1, 1)
-    route_kernel(const __grid_constant__ RoutingArgs args) {
+__global__ void MKERNEL_CLUSTER(kBlocks) route_kernel(const __grid_constant__ RoutingArgs args) {
     extern __shared__ int counted[];  // [warps][experts], then [experts]: the first row of each
     __shared__ int on[kMaxRanks];
     const Workspace& workspace = args.workspace;
@@ -179,12 +180,17 @@ void load_routing() {
 
 void route(const RoutingArgs& args, cudaStream_t stream) {
     const int warps = warps_of(args.tables.experts);
+    const int blocks = cuda::since_hopper(route_kernel) ? kBlocks : 1;
+    if (blocks * warps < args.tables.world) {
+        throw std::length_error(std::to_string(args.tables.experts) + " experts on each of " +
+                                std::to_string(args.tables.world) + " ranks; too many to route");
+    }
     const int shared = (warps + 1) * args.tables.experts * static_cast<int>(sizeof(int));
     cuda::check(cudaFuncSetAttribute(route_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      kCountBytes),
                 "cudaFuncSetAttribute");
     cudaLaunchConfig_t config{};
-    config.gridDim = kBlocks;
+    config.gridDim = static_cast<unsigned>(blocks);
     config.blockDim = static_cast<unsigned>(warps * 32);
     config.dynamicSmemBytes = static_cast<std::size_t>(shared);
     config.stream = stream;

@@ -1,6 +1,7 @@
 // The routing, which decides which rank gets which rows: the ids of all ranks, sorted on the device.
 //
-// Data flow of one call on rank r, one cluster of blocks, each warp of which has a run of one rank's places:
+// Data flow of one call on rank r, one cluster of blocks (one block on devices without clusters), each warp of which
+// has a run of one rank's places:
 //   topk_ids (own) ──▶ every rank's workspace, then flag W + r there is set to the epoch; of ranks of other
 //        nodes both are host/moe/far_slots.hpp's
 //   ids of all ranks ──▶ words of the handle; how many places of each run each expert of r has
