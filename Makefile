@@ -31,7 +31,7 @@ BOTH := +@$(MAKE) --no-print-directory --jobs=2
 BUILD = pip install --quiet --no-deps --no-build-isolation --editable . $(1) \
 	|| { echo "the build failed; 'pip install -v --no-build-isolation -e .' in $(VENV) shows why" >&2; exit 1; }
 
-.PHONY: run shell test test-all test-native test-gpu test-python test-long chaos test-rxe lint format bench sanitize sanitizers sanitize-ranks fuzz kernels mutate numbers site soak clean
+.PHONY: run shell test test-all test-native test-gpu test-python test-long chaos test-rxe lint format bench sanitize sanitizers sanitize-ranks fuzz kernels portable-kernels mutate numbers site soak clean
 
 run: $(RUNNABLE)
 	@mkernel run all_gather_gemm --accelerator ascend
@@ -122,6 +122,11 @@ fuzz: $(VENV)/.installed
 kernels: $(VENV)/.installed
 	cmake -S . -B build/kernels -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null
 	cmake --build build/kernels --parallel $(JOBS) --target mkernel_hopper_kernels
+
+# Compiles the kernels without wgmma for compute capabilities 8.0, 9.0, 10.0 and 12.0, and as PTX: nothing uses that yet.
+portable-kernels: $(VENV)/.installed
+	cmake -S . -B build/kernels -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null
+	cmake --build build/kernels --parallel $(JOBS) --target mkernel_portable_kernels
 
 # Runs a module's tests on mutants of it, or of the NICs' native code (MODULE=nics), drawn by seed: tests should
 # notice each. FROM=100 goes on after the first hundred.
