@@ -8,19 +8,30 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from in_world import DEADLINE_S
 
 _TESTS = """
 import sys, time
+from pathlib import Path
 import pytest
 conftest = sys.modules["conftest"]
-conftest._PATIENCE_S = 1
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-def test_others_memory_appears(): open("ready", "w").close(); time.sleep(1)
-def test_memory_is_left(): open("/dev/shm/{name}", "w").close()
+
+def test_others_memory_appears():
+    Path("ready").touch()
+    deadline = time.monotonic() + conftest._PATIENCE_S
+    while not Path("mapped").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+def test_memory_is_left():
+    conftest._PATIENCE_S = 1  # only here: the test before may have to wait for another session's file
+    Path("/dev/shm/{name}").touch()
 """
 
 
@@ -44,9 +55,12 @@ def test_what_a_session_leaves_is_told_from_what_another_uses(
     ) as session:  # fmt: skip
         while not (tmp_path / "ready").exists():
             assert session.poll() is None, "the session ended before its first test"
+            time.sleep(0.01)
         others.write_bytes(bytes(mmap.PAGESIZE))
         with others.open("r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE):
-            said = session.communicate(timeout=60)[0]
+            (tmp_path / "mapped").touch()
+            said = session.communicate(timeout=DEADLINE_S)[0]
     errors = re.findall(r"ERROR test_inner.py::(\w+)", said)
     assert errors == ["test_memory_is_left"], said
+    assert "2 passed" in said
     assert "shared memory segments are left" in said
