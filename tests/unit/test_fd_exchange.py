@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,8 @@ def test_a_descriptor_is_never_a_childs(offered: Offer, monkeypatch: pytest.Monk
 def test_a_server_without_a_free_descriptor_does_not_spin(
     offered: Offer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried, accept = [], socket.socket.accept
+    tried: list[float] = []
+    accept = socket.socket.accept
 
     def exhausted(listener: socket.socket) -> Any:
         tried.append(time.monotonic())
@@ -84,8 +87,11 @@ def test_a_server_without_a_free_descriptor_does_not_spin(
         patched.setattr(socket.socket, "accept", exhausted)
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(f"\0{offered.address['socket']}")
-            time.sleep(0.5)
-        assert 1 <= len(tried) <= 50
+            late = time.monotonic() + TIMEOUT_S
+            while len(tried) < 10:
+                assert time.monotonic() < late, tried
+                time.sleep(0.01)
+    assert all(again - before >= fd_exchange._PAUSE_S for before, again in pairwise(tried))
     assert socket.socket.accept is accept
     os.close(fetch(offered.address, TIMEOUT_S))
 
@@ -160,7 +166,8 @@ def _silent_clients(address: dict[str, Any]) -> list[socket.socket]:
     for client in silent:
         client.connect("\0" + address["socket"])
         client.settimeout(TIMEOUT_S)
-    silent[0].send(b"abc")  # part of a cookie
+    with contextlib.suppress(BrokenPipeError):  # it is dropped already, on a machine that is busy
+        silent[0].send(b"abc")  # part of a cookie
     return silent
 
 
@@ -179,7 +186,8 @@ def test_clients_that_never_ask_are_dropped(
 ) -> None:
     monkeypatch.setattr(fd_exchange, "_REQUEST_S", 0.2)
     for client in _silent_clients(offered.address):
-        assert client.recv(1) == b"", "not dropped"
+        with contextlib.suppress(ConnectionResetError):  # dropped before what it sent was read
+            assert client.recv(1) == b"", "not dropped"
         client.close()
 
 
