@@ -42,7 +42,7 @@ def test_a_stopped_worker_has_freed_its_memory(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(worker, "Scratch", SlowToFree)
     made: Any = worker.Worker()
     made.start(None, None, None, None, None)
-    assert made.idle(10)
+    assert made.idle(60)
     made.stop()
     assert "mkernel-streams" not in [thread.name for thread in threading.enumerate()]
 
@@ -67,7 +67,7 @@ def test_a_start_that_is_interrupted_leaves_no_thread(monkeypatch: pytest.Monkey
     begun[0].join(60)
     assert not begun[0].is_alive()
     made.start(None, None, None, None, None)
-    assert made.idle(10)
+    assert made.idle(60)
     made.stop()
 
 
@@ -139,5 +139,5 @@ def test_a_process_without_a_thread_to_spare_can_still_end_its_world(
             made.start(None, None, None, None, None)
     made.stop()
     made.start(None, None, None, None, None)
-    assert made.idle(10)
+    assert made.idle(60)
     made.stop()

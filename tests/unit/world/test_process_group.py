@@ -114,7 +114,7 @@ def test_a_rank_that_dies_before_it_connects_is_not_waited_for_longer_than_the_d
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="Connect timeout"):
         opened(2, 3.0, kind=kind)
-    assert 2.5 < time.monotonic() - start - kind.late_s < 9
+    assert 2.5 < time.monotonic() - start - kind.late_s < 14
 
 
 def test_calls_have_the_whole_time() -> None:
