@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +21,16 @@ TOLD_S = DEADLINE_S / 2
 """Of what must come well before a deadline, however busy the machine is."""
 ABSENT_S = 1.5
 """The deadline that ``survivors`` gives ranks where one stays away."""
+
+
+@contextlib.contextmanager
+def own_port() -> Iterator[int]:
+    """A port of 127.0.0.1 at which nobody listens, and that the system gives to nobody else meanwhile.
+    A store can still listen there, because it reuses addresses too."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def stores(port: int) -> tuple[TCPStore, TCPStore]:

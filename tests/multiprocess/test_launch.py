@@ -172,7 +172,7 @@ def test_a_backend_that_hangs_as_it_opens_does_not_hang_the_launcher(
 def test_a_rank_waits_for_one_that_hangs_as_it_joins_up_to_the_deadline_of_the_join() -> None:
     settings = Settings(join_timeout_s=3.0, timeout_s=600.0)
     began = time.monotonic()
-    with pytest.raises(Timeout, match=r"within 3 s|within 2\.\d+ s"):
+    with pytest.raises(Timeout, match=r"within (3|[0-2](\.\d+)?) s"):
         mkernel.launch(
             call_once, ranks_per_node=2, accelerator="judged_backends:NeverOpens", settings=settings
         )

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import time
 import weakref
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_world import DEADLINE_S
+from in_world import DEADLINE_S, own_port
 from torch.distributed import TCPStore
 
 import mkernel
@@ -197,13 +196,11 @@ def leaves_early(port: int, rank: int) -> None:
 
 
 def test_the_store_serves_ranks_that_end_later_than_its_host() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     context = fork_server.context()
-    ranks = [context.Process(target=leaves_early, args=(port, rank)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(DEADLINE_S)
+    with own_port() as port:
+        ranks = [context.Process(target=leaves_early, args=(port, rank)) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(DEADLINE_S)
     assert [rank.exitcode for rank in ranks] == [0, 0]

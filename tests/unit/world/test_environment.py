@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from in_world import TOLD_S
+from in_world import TOLD_S, own_port
 
 from mkernel.errors import ArgumentError, PeerFailure, Timeout
 from mkernel.world.environment import _FIRST_PORT, Started, first_host, rendezvous, started
@@ -114,13 +114,11 @@ def test_ranks_that_do_not_come_are_waited_for_up_to_the_deadline(
 ) -> None:
     """torch's own limit is half an hour."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    with pytest.raises(Timeout, match=r"not all 2 ranks came .*MKERNEL_JOIN_TIMEOUT_S raises"):
-        rendezvous(Started(0, 2, 2, "env://"), JoinDeadline(2.0))
+    with own_port() as port:
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(Timeout, match=r"not all 2 ranks came .*MKERNEL_JOIN_TIMEOUT_S raises"):
+            rendezvous(Started(0, 2, 2, "env://"), JoinDeadline(2.0))
 
 
 def test_a_store_that_is_gone_is_looked_for_up_to_the_deadline(
@@ -128,11 +126,9 @@ def test_a_store_that_is_gone_is_looked_for_up_to_the_deadline(
 ) -> None:
     """One deadline for both clients. Rank 0 died, say, before this rank came."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     began = time.monotonic()
-    with pytest.raises((PeerFailure, Timeout), match=rf"store at tcp://127\.0\.0\.1:{port}"):
+    gone = PeerFailure, Timeout
+    with own_port() as port, pytest.raises(gone, match=rf"store at tcp://127\.0\.0\.1:{port}"):
         rendezvous(Started(1, 2, 2, f"tcp://127.0.0.1:{port}"), JoinDeadline(2.0))
     assert time.monotonic() - began < TOLD_S
 
