@@ -1,5 +1,5 @@
 """Symmetric memory: the memory that a backend allocates, a plan's needs of it, and a peer's as
-kernels see it."""
+kernels see it; and where tensors begin that kernels take."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ from mkernel.errors import Unsupported
 
 if TYPE_CHECKING:
     import torch
+
+ALIGNMENT = 16
+"""The bytes at multiples of which kernels and libraries read and write tensors."""
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself if it begins at a multiple of 16 bytes, else a copy without gaps."""
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 class SymmetricMemory(ABC):

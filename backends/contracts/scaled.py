@@ -2,8 +2,8 @@
 is always available, and torch's product with block scales.
 
 The latter is cuBLAS', which requires its own layouts: scales of A with K outermost, scales of B
-with the blocks of K padded to a multiple of four, and rows of A in fours. Callers' scales are laid
-out otherwise.
+with the blocks of K padded to a multiple of four, both at multiples of 16 bytes, and rows of A in
+fours. Callers' scales are laid out otherwise.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mkernel.backends.contracts.memory import aligned
 from mkernel.plan.model import BLOCK
 
 
@@ -61,8 +62,6 @@ def quantised_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
 STEP = 4
 """The granularity that cuBLAS requires with block scales, in rows of A and in blocks of K of B's
 scales."""
-_ALIGNMENT = 16
-"""The bytes at multiples of which cuBLAS requires the scales."""
 _BY_ROW_BLOCKS, _BY_BLOCKS, _PLAIN = 4, 5, 0
 """torch's values of ``ScalingType.BlockWise1x128``, ``BlockWise128x128`` and
 ``SwizzleType.NO_SWIZZLE``."""
@@ -74,7 +73,7 @@ def padded_blocks(scale: Tensor) -> Tensor:
     blocks, more = scale.t(), -len(scale) % STEP
     if more:
         blocks = torch.cat((blocks, blocks.new_ones((len(blocks), more))), 1)
-    return _aligned(blocks.contiguous()).t()
+    return aligned(blocks.contiguous()).t()
 
 
 def block_product(a: Tensor, b: Tensor, scale: Tensor, padded: Tensor, out: Tensor) -> None:
@@ -85,7 +84,7 @@ def block_product(a: Tensor, b: Tensor, scale: Tensor, padded: Tensor, out: Tens
     if more:
         a, scale = _more_rows(a.view(torch.uint8), more).view(a.dtype), _more_rows(scale, more)
         whole = out.new_empty((rows + more, out.shape[1]))
-    block_mm(a, b, _aligned(scale.t().contiguous()).t(), padded, whole)
+    block_mm(a, b, aligned(scale.t().contiguous()).t(), padded, whole)
     if more:
         out.copy_(whole[:rows])
 
@@ -96,11 +95,6 @@ def block_mm(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, out: Tensor) -> N
         a, b, [of_a], [_BY_ROW_BLOCKS], [_PLAIN], [of_b], [_BY_BLOCKS], [_PLAIN],
         None, out.dtype, [], False, out=out,
     )  # fmt: skip
-
-
-def _aligned(scale: Tensor) -> Tensor:
-    """Return scales where cuBLAS reads them: themselves, or a copy."""
-    return scale if scale.data_ptr() % _ALIGNMENT == 0 else scale.clone()
 
 
 def _more_rows(rows: Tensor, more: int) -> Tensor:

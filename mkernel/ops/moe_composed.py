@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mkernel.backends.contracts.memory import aligned
 from mkernel.ops.registration import ops
 from mkernel.world.world import World
 
@@ -83,7 +84,7 @@ def gemm_combine(
     rows, ends = _weighted(world, of_out, handle, weights, len(h)), _ends(handle[0], len(h))
     product = torch.empty_like(h)
     if len(h):
-        product = torch._grouped_mm(_packed(rows.values), _aligned(w2.transpose(1, 2)), offs=ends)
+        product = torch._grouped_mm(_packed(rows.values), aligned(w2.transpose(1, 2)), offs=ends)
     of_weights = _home(world, rows._replace(values=product), h, handle, weights)
     weighted = torch.mul(h, rows.weights, out=torch.empty_like(h))
     of_w2 = _of_weights(weighted, rows.values, w2, ends)
@@ -174,9 +175,4 @@ def _of_weights(a: Tensor, b: Tensor, like: Tensor, ends: Tensor) -> Tensor:
 
 def _packed(rows: Tensor) -> Tensor:
     """Return rows, aligned; a single one is copied, since its stride may be any."""
-    return _aligned(rows) if len(rows) > 1 else rows.new_empty(rows.shape).copy_(rows)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Return ``x``, copied where it does not begin at a multiple of 16 bytes, as a product wants."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+    return aligned(rows) if len(rows) > 1 else rows.new_empty(rows.shape).copy_(rows)

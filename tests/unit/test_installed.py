@@ -83,8 +83,9 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def rank(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What a rank of a program of its own found. In this process the path may have one more folder of
-    packages than the server's: setuptools adds its own, and Inductor imports it in tests before."""
+    """Return what a rank of a program of its own found. In this process the path may have one more
+    folder of packages than the server's: setuptools adds its own, and Inductor imports it in tests
+    before."""
     script = tmp_path_factory.mktemp("program") / "program.py"
     script.write_text(PROGRAM)
     done = subprocess.run(

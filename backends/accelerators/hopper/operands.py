@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import torch
 
-ALIGNMENT = 16
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself if kernels can read it, else an aligned copy without gaps."""
-    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+from mkernel.backends.contracts.memory import ALIGNMENT
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""What nvcc makes of the portable kernels for devices before Hopper: nothing here runs them, so only
-their code shows that it asks for nothing later."""
+"""Read what nvcc makes of the portable kernels for devices before Hopper: nothing here runs them, so
+only their code shows that it asks for nothing later."""
 
 from __future__ import annotations
 

@@ -54,10 +54,10 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
 )
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
+from mkernel.backends.accelerators.hopper.operands import deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import AttentionSchedule
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.memory import Workspace
+from mkernel.backends.contracts.memory import Workspace, aligned
 from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ from mkernel.backends.accelerators.hopper.device_world import (
     one_node,
 )
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
+from mkernel.backends.accelerators.hopper.operands import deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import AttentionKernelSchedule
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.memory import Workspace
+from mkernel.backends.contracts.memory import Workspace, aligned
 from mkernel.errors import ArgumentError
 from mkernel.plan.model import LaunchPlan
 

@@ -13,8 +13,8 @@ from mkernel.backends.accelerators.cuda.memory import bytes_at
 from mkernel.backends.accelerators.hopper.attention.tuning import attention_shape
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.operands import aligned
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import aligned
 from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
 
 if TYPE_CHECKING:

@@ -25,12 +25,11 @@ from mkernel.backends.accelerators.hopper.device_world import (
     one_node,
 )
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.operands import aligned
 from mkernel.backends.accelerators.hopper.prefetch import prefetch_of
 from mkernel.backends.accelerators.hopper.schedule import SumSchedule
 from mkernel.backends.accelerators.hopper.starters import normalises, summed_rows
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.memory import Workspace
+from mkernel.backends.contracts.memory import Workspace, aligned
 from mkernel.errors import Unsupported
 from mkernel.plan.model import LaunchPlan
 

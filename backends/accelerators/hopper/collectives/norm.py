@@ -15,9 +15,10 @@ import torch
 
 from mkernel.backends.accelerators.hopper.device_world import call_id
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
+from mkernel.backends.accelerators.hopper.operands import deliver, writable
 from mkernel.backends.accelerators.hopper.prefetch import prefetch_of
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import aligned
 from mkernel.plan.model import GemmShape, LaunchPlan, NormStep, SumShape
 
 if TYPE_CHECKING:

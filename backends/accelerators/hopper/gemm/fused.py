@@ -32,7 +32,7 @@ from mkernel.backends.accelerators.hopper.device_world import (
 from mkernel.backends.accelerators.hopper.gemm import tuning
 from mkernel.backends.accelerators.hopper.gemm.library import scales_of_a_rank
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
+from mkernel.backends.accelerators.hopper.operands import deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import (
     GatherSchedule,
     ReduceSchedule,
@@ -40,7 +40,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
 )
 from mkernel.backends.accelerators.hopper.starters import normed_rows
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.memory import Workspace
+from mkernel.backends.contracts.memory import Workspace, aligned
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.model import DTYPE_BYTES, LaunchPlan, ScaleMode
 

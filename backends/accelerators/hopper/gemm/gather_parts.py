@@ -27,10 +27,9 @@ from mkernel.backends.accelerators.hopper.gemm.parts_exchange import (
 from mkernel.backends.accelerators.hopper.gemm.parts_program import RecordedCall
 from mkernel.backends.accelerators.hopper.gemm.products import Multiply, multiply_of
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.operands import aligned
 from mkernel.backends.accelerators.hopper.schedule import GatherPartsSchedule
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.memory import Workspace
+from mkernel.backends.contracts.memory import Workspace, aligned
 from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
 
 

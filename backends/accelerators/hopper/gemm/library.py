@@ -31,7 +31,6 @@ from mkernel.backends.accelerators.hopper.device_world import (
 from mkernel.backends.accelerators.hopper.gemm import cublas
 from mkernel.backends.accelerators.hopper.gemm.products import multiply_by
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.operands import aligned
 from mkernel.backends.accelerators.hopper.prefetch import prefetch_of
 from mkernel.backends.accelerators.hopper.schedule import (
     MOST_NORMED_COLUMNS,
@@ -41,7 +40,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
 )
 from mkernel.backends.accelerators.hopper.starters import summed_rows
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.memory import Workspace
+from mkernel.backends.contracts.memory import Workspace, aligned
 from mkernel.errors import ArgumentError
 from mkernel.plan.arguments import scale_sizes
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, LaunchPlan

@@ -12,9 +12,9 @@ import torch
 from mkernel.backends.accelerators.cuda.long_products import addmm, mm
 from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.operands import aligned
 from mkernel.backends.accelerators.hopper.schedule import ProductSchedule
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import aligned
 from mkernel.backends.contracts.scaled import block_product, padded_blocks
 from mkernel.plan.model import Scales
 

@@ -33,11 +33,11 @@ from mkernel.backends.accelerators.hopper.gemm.parts_exchange import (
 from mkernel.backends.accelerators.hopper.gemm.parts_program import RecordedCall
 from mkernel.backends.accelerators.hopper.gemm.products import Multiply, multiply_of
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
+from mkernel.backends.accelerators.hopper.operands import deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import ReducePartsSchedule
 from mkernel.backends.accelerators.hopper.starters import normed_rows
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.memory import Workspace
+from mkernel.backends.contracts.memory import Workspace, aligned
 from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
 
 _RESULTS = 1

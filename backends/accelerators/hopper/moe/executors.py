@@ -46,7 +46,7 @@ from mkernel.backends.accelerators.hopper.moe.tuning import (
     row_bytes,
 )
 from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.operands import aligned, deliver, writable
+from mkernel.backends.accelerators.hopper.operands import deliver, writable
 from mkernel.backends.accelerators.hopper.schedule import (
     CombineSchedule,
     DispatchSchedule,
@@ -54,7 +54,7 @@ from mkernel.backends.accelerators.hopper.schedule import (
     RowsSchedule,
 )
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.memory import Workspace
+from mkernel.backends.contracts.memory import Workspace, aligned
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.model import (
     BLOCK,
