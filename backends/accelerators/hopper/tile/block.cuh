@@ -102,6 +102,7 @@ struct Shared {
     ptx::Mbarrier written[C::kSliceSlots];        // a slice is there
     ptx::Mbarrier drained[C::kSliceSlots];        // the stores have read a slice
     ptx::Mbarrier arrived[C::kPieceBuffers + 1];  // a piece is there
+    ptx::Mbarrier turns[C::kPromotes ? kMultipliers : 1];  // a warpgroup may use the matrix units
     std::uint32_t stored;                         // tiles that the storer has stored
     std::uint64_t epoch;                          // where warps that exchange share it
 };
@@ -128,6 +129,12 @@ struct Cursor {
     }
 };
 
+// Returns this thread's warp. The shuffle tells ptxas that a warp has one: what depends on it alone stays in uniform
+// registers, addresses of stages above all.
+__device__ inline int warp_here() {
+    return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
+}
+
 template <class C>
 __device__ inline Shared<C>& shared_memory() {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -148,6 +155,7 @@ __device__ inline void open_block(Shared<C>& shared, int loaders = 1) {
             shared.drained[slot].init(1);
         }
         for (int buffer = 0; buffer < C::kPieceBuffers; ++buffer) shared.arrived[buffer].init(1);
+        for (auto& turn : shared.turns) turn.init(kWarpgroup / kWarp);
         shared.stored = 0;
         ptx::publish_barriers();
     }
@@ -175,7 +183,7 @@ enum class Role { loader, storer, sender, receiver, multiplier, idle };
 // Returns this thread's role. All roles share the block's 168 registers a thread: ptxas ignores setmaxnreg
 // where the roles meet again after their branches, and multipliers have enough.
 __device__ inline Role role_here() {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int warp = warp_here();
     if (warp >= kWarpgroup / kWarp) return Role::multiplier;
     if (!ptx::elect_one()) return Role::idle;
     if (warp == 0) return Role::loader;

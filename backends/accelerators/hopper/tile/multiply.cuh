@@ -19,7 +19,7 @@ class Multiplier {
   public:
     __device__ explicit Multiplier(Shared<C>& shared)
         : shared_(shared),
-          group_((static_cast<int>(threadIdx.x) - kWarpgroup) / kWarpgroup),
+          group_(warp_here() / (kWarpgroup / kWarp) - 1),
           lane_(static_cast<int>(threadIdx.x) % 32) {
         // Row of a 64-column slice that this lane names to stmatrix and ldmatrix: blocks 0 and 1 are
         // one below the other, blocks 2 and 3 are right of them.
@@ -89,6 +89,12 @@ class Multiplier {
         for (float& each : sum_) each = 0;
         for (int step = 0; step < steps; ++step) {
             shared_.full[stage_.slot].wait(stage_.parity);
+            if constexpr (C::kPromotes) {
+                for (int part = 0; part < kParts; ++part) {
+                    take_turn();
+                    give_turn();
+                }
+            }
             __syncwarp();
             release(stage_.slot);
             stage_.next();
@@ -232,11 +238,10 @@ class Multiplier {
 
   private:
     // Multiplies e4m3 operands as `multiply` does. Matrix units add them with fewer bits than float32 has, so
-    // the products of a step are added up by themselves, and then to the tile's in float32.
+    // the products of a step are added up by themselves, and then to the tile's in float32. Warpgroups take turns on the
+    // matrix units: what one does with its sums runs beside the other's product.
     __device__ __forceinline__ void multiply_promoted(int steps) {
-        constexpr int kPart =
-            64;  // accumulators of a product of 128 columns: more are none left for
-        static_assert(C::kAccumulators % kPart == 0);
+        static_assert(C::kAccumulators == kParts * kPart);
         float part[kPart];
 #pragma unroll
         for (float& each : part) each = 0;
@@ -253,16 +258,20 @@ class Multiplier {
             for (int first = 0; first < C::kAccumulators; first += kPart) {
                 // Two columns are one accumulator of each thread's two rows.
                 const std::uint64_t b_part = b_place + (first * 2 * kRowBytes >> 4);
+                take_turn();
                 ptx::wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < kTileK; k += 16) {
                     const int at = k * kElementBytes >> 4;
+                    if (k + 16 == kTileK) ptx::wgmma_commit();  // of all but the last one
                     ptx::wgmma<In, false>(part, a_place + at, b_part + at, k > 0);
                 }
                 ptx::wgmma_commit();
                 if constexpr (C::kStageScales > 0) {
                     if (first == 0) find_factors(factors);
                 }
+                ptx::wgmma_wait<1>();
+                give_turn();
                 ptx::wgmma_wait<0>();
                 if (first + kPart == C::kAccumulators) release(stage_.slot);
 #pragma unroll
@@ -334,11 +343,23 @@ class Multiplier {
     static constexpr int kRowBytes = kTileK * kElementBytes;  // 128, as of a slice
     static constexpr int kAtomBytes = 8 * kRowBytes;          // what the swizzle permutes
     static constexpr int kBarrier = 1;                        // of the multipliers
+    static constexpr int kPart =
+        64;  // accumulators of a product of 128 columns: more are none left for
+    static constexpr int kParts = C::kAccumulators / kPart;
 
     // Returns the address of this lane's row of blocks `block` and `block` + 1 of a swizzled slice.
     __device__ std::uint32_t address(const unsigned char* slice, int block) const {
         return ptx::shared_address(slice) + row_ * kRowBytes +
                ((block + lane_ / 16) ^ (row_ % 8)) * 16;
+    }
+
+    // Waits until the other warpgroup has given this one its turn. The lower one has the first.
+    __device__ __forceinline__ void take_turn() {
+        shared_.turns[group_].wait(turn_ ^ 1 ^ group_);
+        turn_ ^= 1;
+    }
+    __device__ __forceinline__ void give_turn() {
+        if (lane_ == 0) shared_.turns[1 - group_].arrive();
     }
 
     __device__ void release(int stage) {
@@ -355,6 +376,7 @@ class Multiplier {
     int group_;
     int lane_;
     int row_;
+    std::uint32_t turn_ = 0;  // modulo 2: those taken
     float sum_[C::kAccumulators];
 };
 

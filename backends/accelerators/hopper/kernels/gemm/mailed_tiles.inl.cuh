@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     mailed_tiles(const __grid_constant__ FewRowsArgs args, const __grid_constant__ Raster raster) {
     Shared<C>& shared = shared_memory<C>();
     open_block(shared);
-    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    const int warp = warp_here();
     const int steps = (args.k + kTileK - 1) / kTileK;
     if (threadIdx.x == 0) prefetch_columns<C, kNMajorB>(args, raster, steps);
     ptx::wait_for_grid_before();

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     open_block(shared, 1 + (kGathers ? kRowWarps : 0) + (kScaled ? kWarp : 0));
     const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
     const std::uint64_t epoch = args.workspace.world > 1 ? args.workspace.control().state.epoch : 0;
-    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int warp = warp_here();
     if (warp < kWarpgroup / 32) {
         ptx::fewer_registers<88>();
         if (warp == 0) {
