@@ -129,6 +129,22 @@ def quantised_once(shape: Moe, dtype: torch.dtype) -> list[str]:
     return found
 
 
+def quantised_alike(x: Tensor) -> None:
+    """Quantise rows by the kernel; AssertionError where bits are not torch's."""
+    rows, width = x.shape
+    each = backend.row_bytes(width, scaled=True)
+    found = torch.full((rows, each), 0xFF, dtype=torch.uint8, device="cuda")
+    given = backend.native().QuantisedRows(
+        x=x.data_ptr(), scales=0, out=found.data_ptr(), rows=rows, width=width, row_bytes=each,
+        half=x.dtype == torch.float16,
+    )  # fmt: skip
+    backend.native().quantise_rows(0, given, torch.cuda.current_stream().cuda_stream)
+    values, scales = quantised_blocks(x)
+    assert torch.equal(found[:, :width], values.view(torch.uint8))
+    behind = found[:, width : width + 4 * scales.shape[1]].contiguous()
+    assert torch.equal(behind.view(torch.float32), scales)
+
+
 def promoted(shape: Moe) -> tuple[float, float]:
     """The errors of products of positive numbers, which lose much where sums have 14 bits: of a
     dispatch, and of torch's product of the same rows with such sums."""

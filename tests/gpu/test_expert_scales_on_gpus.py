@@ -19,6 +19,7 @@ from moe_ranks import GATHERED, IN_ORDER, Moe
 import mkernel
 from mkernel.backends.accelerators.hopper.capabilities import MOE, ops
 from mkernel.cases.base import TOLERANCE
+from mkernel.plan.model import BLOCK
 
 pytestmark = [
     needs_gpus(1),
@@ -37,6 +38,22 @@ def test_a_token_is_quantised_once_and_as_torch_does_it(
     world: int, decisions: Decisions, dtype: torch.dtype
 ) -> None:
     right(world, calls.decided, decisions, expert_scales_ranks.quantised_once, SHAPE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_all_sizes_are_quantised_to_torchs_bits(dtype: torch.dtype) -> None:
+    """Rows of every exponent, whose scales are numbers of many bits, or powers of 2, of which many
+    quotients lie halfway between two e4m3 numbers; zeros of both signs."""
+    chance = torch.Generator("cuda").manual_seed(0)
+    low, high = (-133, 126) if dtype == torch.bfloat16 else (-24, 14)
+    sizes = torch.arange(low, high, device="cuda", dtype=torch.float64).exp2()[:, None]
+    x = torch.randn(len(sizes), 4 * BLOCK, generator=chance, device="cuda", dtype=torch.float64)
+    halves = torch.randint(-464, 465, (len(x), BLOCK), generator=chance, device="cuda") / 448
+    halves[:, 0] = 1
+    x[:, :BLOCK] = halves
+    x = (x.clamp(-1, 1) * sizes).to(dtype)
+    x[:, 1], x[:, 2] = 0.0, -0.0
+    expert_scales_ranks.quantised_alike(x)
 
 
 @worlds

@@ -21,18 +21,45 @@ __device__ __forceinline__ float e4m3_scale(unsigned most) {
     return scale == 0 ? 1.0f : scale;
 }
 
-// Returns two quantised elements, the first in the low half.
-__device__ __forceinline__ std::uint16_t quantise_two(float low, float high, float scale) {
+// Divides elements by their block's scale and rounds the quotients, which are those of __fdiv_rn: a quotient by the
+// rounded reciprocal is corrected twice by its exact remainder (P. Markstein, IBM Journal of Research and Development
+// 34, 1990), without the branch for operands whose remainder would be too small, since those are brought near 1.
+class Quantiser {
+  public:
+    __device__ explicit Quantiser(float scale) {
+        factor_ = scale < 0x1p-60f ? 0x1p100f : (scale > 0x1p60f ? 0x1p-60f : 1.0f);
+        divisor_ = scale * factor_;
+        reciprocal_ = __frcp_rn(divisor_);
+        if (isinf(scale)) divisor_ = 0;  // quotients are zeros: no remainder is NaN
+    }
+
+    // Returns two quantised elements, the first in the low half.
+    __device__ __forceinline__ std::uint16_t two(float low, float high) const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890  // software, with the same bits
-    return __nv_cvt_float2_to_fp8x2({__fdiv_rn(low, scale), __fdiv_rn(high, scale)}, __NV_SATFINITE,
-                                    __NV_E4M3);
+        return __nv_cvt_float2_to_fp8x2({quotient(low), quotient(high)}, __NV_SATFINITE, __NV_E4M3);
 #else
-    std::uint16_t both;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-        : "=h"(both)
-        : "f"(__fdiv_rn(high, scale)), "f"(__fdiv_rn(low, scale)));
-    return both;
+        std::uint16_t both;
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+            : "=h"(both)
+            : "f"(quotient(high)), "f"(quotient(low)));
+        return both;
 #endif
-}
+    }
+
+  private:
+    __device__ __forceinline__ float quotient(float element) const {
+        const float dividend = element * factor_;
+        float found = dividend * reciprocal_;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            found = fmaf(fmaf(-divisor_, found, dividend), reciprocal_, found);
+        }
+        return copysignf(found, element);  // a remainder of 0 turns -0 into 0
+    }
+
+    float factor_;
+    float divisor_;
+    float reciprocal_;
+};
 
 }  // namespace mkernel::hopper

@@ -178,6 +178,7 @@ class Multiplier {
                 most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
                 most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 2));
                 const float scale = e4m3_scale(most);
+                const Quantiser quantiser(scale);
                 if (lane_ % 4 == 0) keep(row, number, scale);
 #pragma unroll
                 for (int block = 0; block < kScaledBlock / 8; ++block) {
@@ -185,7 +186,7 @@ class Multiplier {
                     unsigned char* const to = slice + row * kRowBytes +
                                               ((block / 2) ^ (row % 8)) * 16 + block % 2 * 8 +
                                               lane_ % 4 * 2;
-                    *reinterpret_cast<std::uint16_t*>(to) = quantise_two(sum[0], sum[1], scale);
+                    *reinterpret_cast<std::uint16_t*>(to) = quantiser.two(sum[0], sum[1]);
                 }
             }
             ptx::fence_async_shared();
@@ -238,8 +239,8 @@ class Multiplier {
 
   private:
     // Multiplies e4m3 operands as `multiply` does. Matrix units add them with fewer bits than float32 has, so
-    // the products of a step are added up by themselves, and then to the tile's in float32. Warpgroups take turns on the
-    // matrix units: what one does with its sums runs beside the other's product.
+    // the products of a step are added up by themselves, and then to the tile's in float32. Warpgroups start their
+    // products by turns: what one does with its sums runs beside the other's product.
     __device__ __forceinline__ void multiply_promoted(int steps) {
         static_assert(C::kAccumulators == kParts * kPart);
         float part[kPart];
@@ -263,15 +264,13 @@ class Multiplier {
 #pragma unroll
                 for (int k = 0; k < kTileK; k += 16) {
                     const int at = k * kElementBytes >> 4;
-                    if (k + 16 == kTileK) ptx::wgmma_commit();  // of all but the last one
                     ptx::wgmma<In, false>(part, a_place + at, b_part + at, k > 0);
                 }
                 ptx::wgmma_commit();
+                give_turn();
                 if constexpr (C::kStageScales > 0) {
                     if (first == 0) find_factors(factors);
                 }
-                ptx::wgmma_wait<1>();
-                give_turn();
                 ptx::wgmma_wait<0>();
                 if (first + kPart == C::kAccumulators) release(stage_.slot);
 #pragma unroll

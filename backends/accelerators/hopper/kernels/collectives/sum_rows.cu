@@ -140,10 +140,11 @@ struct Row {
         for (int i = 0; i < 8; ++i) normed[i] = r[i] * scale * weight[i];
         return round_eight<Element>(normed);
     }
-    __device__ void store_quantised(void* rows, unsigned vector, uint4 words, float scale) const {
+    __device__ void store_quantised(void* rows, unsigned vector, uint4 words,
+                                    const Quantiser& quantiser) const {
         const auto two = [&](std::uint32_t word) {
             const float2 both = ptx::unpack<Element>(word);
-            return std::uint32_t{quantise_two(both.x, both.y, scale)};
+            return std::uint32_t{quantiser.two(both.x, both.y)};
         };
         *reinterpret_cast<uint2*>(static_cast<char*>(rows) + place / 2 + vector * 8) = {
             two(words.x) | two(words.y) << 16, two(words.z) | two(words.w) << 16};
@@ -192,8 +193,9 @@ template <class Element, int kBatch, class Rounded>
 __device__ void quantise_row(const Row<Element, kBatch>& row, const RowNorm& norm,
                              std::uint32_t number, const Largest& largest, Rounded&& rounded) {
     const float scale = largest.scale_of_row<Element>();
+    const Quantiser quantiser(scale);
     for (unsigned vector = threadIdx.x; vector < row.vectors; vector += blockDim.x) {
-        row.store_quantised(norm.quantised, vector, rounded(vector), scale);
+        row.store_quantised(norm.quantised, vector, rounded(vector), quantiser);
     }
     if (threadIdx.x == 0) norm.scales[number] = scale;
 }

@@ -33,13 +33,14 @@ __device__ float quantise(const char* from, uint2& to, unsigned lanes) {
         most = max(most, __shfl_xor_sync(lanes, most, step));
     }
     const float scale = e4m3_scale(most);
+    const Quantiser quantiser(scale);
     std::uint32_t both[kEach / 4];
 #pragma unroll
     for (int i = 0; i < kEach / 4; ++i) {
         const float2 low = wide[2 * i];
         const float2 high = wide[2 * i + 1];
-        both[i] = quantise_two(low.x, low.y, scale) |
-                  static_cast<std::uint32_t>(quantise_two(high.x, high.y, scale)) << 16;
+        both[i] = quantiser.two(low.x, low.y) |
+                  static_cast<std::uint32_t>(quantiser.two(high.x, high.y)) << 16;
     }
     to = {both[0], both[1]};
     return scale;
