@@ -44,6 +44,12 @@ CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, Ele
     return map;
 }
 
+Boxes boxes_of(const TensorExtent& extent, int box_height, int rows, ElementType type) {
+    const int rest = rows % box_height;
+    const CUtensorMap whole = tensor_map(extent, box_height, type);
+    return {whole, rest == 0 ? whole : tensor_map(extent, rest, type), rest};
+}
+
 CUtensorMap tensor_map(const RowsExtent& extent, std::uint32_t box_height, bool half) {
     const auto size = [](std::int64_t of) { return static_cast<cuuint64_t>(of); };
     const cuuint32_t rank = extent.sets == 0 ? 4 : 5;

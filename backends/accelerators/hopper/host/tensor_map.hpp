@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "backends/accelerators/hopper/tile/boxes.cuh"
+
 namespace mkernel::hopper {
 
 inline constexpr std::uint64_t kElementBytes = 2;  // bfloat16, float16
@@ -32,6 +34,9 @@ CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, Ele
 inline CUtensorMap tensor_map(const TensorExtent& extent, std::uint32_t box_height, bool half) {
     return tensor_map(extent, box_height, half ? ElementType::float16 : ElementType::bfloat16);
 }
+
+// Returns the maps of whole boxes and of what is left where so many `rows` go along a whole number of them.
+Boxes boxes_of(const TensorExtent& extent, int box_height, int rows, ElementType type);
 
 // Rows of `width` elements, of `rows` of each head, of `heads` of each batch, of `batch` of each set; `sets` 0: one
 // set, which is no dimension. Strides in elements, from one row to the next, one head, one batch, one set; the address

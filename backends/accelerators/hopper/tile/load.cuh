@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backends/accelerators/hopper/tile/block.cuh"
+#include "backends/accelerators/hopper/tile/boxes.cuh"
 
 namespace mkernel::hopper {
 
@@ -28,46 +29,74 @@ __device__ inline void load_tile(Shared<C>& shared, Cursor<C::kStages>& cursor,
 // boxes have 128 of K, and are K-major.
 template <class C, bool kNMajorB, int kStep = kTileK>
 struct Operands {
-    const CUtensorMap* b;
-    int column;  // of the output tile
+    const Boxes* b;
+    int column;   // of the output tile
+    int columns;  // of b, from there on
 
-    // Loads A's rows from `row` on, and B, in the steps of K from `first` to before `end`.
-    __device__ void load(Shared<C>& shared, Cursor<C::kStages>& cursor, const CUtensorMap* a,
-                         int row, int first, int end) const {
+    // Loads A's `rows` rows from `row` on, possibly none, or those of a tile, and B, in the steps of K from `first`
+    // to before `end`.
+    __device__ void load(Shared<C>& shared, Cursor<C::kStages>& cursor, const Boxes* a, int row,
+                         int rows, int first, int end) const {
+        const Box box = box_of(*a, kTileM, rows);
+        const int bytes = (box.rows + rows_of_b()) * kRowBytes;
         for (int step = first; step < end; ++step, cursor.next()) {
             ptx::Mbarrier* full = &shared.full[cursor.slot];
             unsigned char* stage = shared.stages[cursor.slot];
             shared.empty[cursor.slot].wait(cursor.parity ^ 1);
-            full->expect(C::kStageBytes);
-            ptx::load_box(stage, a, full, step * kStep, row);
-            load_share(stage + C::kABytes, full, step * kStep);
+            full->expect(bytes);
+            if (box.rows > 0) ptx::load_box(stage, box.map, full, step * kStep, row);
+            each_box(step * kStep, [&](const CUtensorMap* map, int offset, int x, int y) {
+                unsigned char* const to = stage + C::kABytes + offset;
+                if constexpr (C::kCluster > 1) {
+                    ptx::load_box_to((1u << C::kCluster) - 1, to, map, full, x, y);
+                } else {
+                    ptx::load_box(to, map, full, x, y);
+                }
+            });
         }
     }
 
+    // Prefetches this block's share of B of a step.
+    __device__ void prefetch(int step) const {
+        each_box(step * kStep, [](const CUtensorMap* map, int, int x, int y) {
+            ptx::prefetch_box(map, x, y);
+        });
+    }
+
   private:
-    __device__ void load_share(unsigned char* to, ptx::Mbarrier* full, int k) const {
+    static constexpr int kRowBytes = kTileK * kElementBytes;
+
+    // Returns B's rows that all blocks together load, of 64 columns of a step each, where b is N-major as many.
+    __device__ int rows_of_b() const {
+        if constexpr (kNMajorB) {
+            return min((columns + kSliceN - 1) / kSliceN * kSliceN, C::kTileN);
+        }
+        int rows = 0;
+        for (int block = 0; block < C::kCluster; ++block) {
+            rows += box_of(*b, C::kShareN, columns - block * C::kShareN).rows;
+        }
+        return rows;
+    }
+
+    // Calls body(map, offset, x, y) for each box of this block's share from `k` on: a part of N, or, where that is no
+    // whole slices and b is N-major, of K.
+    template <class Body>
+    __device__ void each_box(int k, Body&& body) const {
         const int block = C::kCluster > 1 ? static_cast<int>(ptx::block_in_cluster()) : 0;
-        // The block's share is a part of N, or, where that is no whole slices and b is N-major, of K.
         constexpr bool kOfK = kNMajorB && C::kBoxDepth < kTileK;
         const int n = kOfK ? 0 : block * C::kShareN;
         const int depth = kOfK ? block * C::kBoxDepth : 0;
-        to += (n * kTileK + depth * kSliceN) * kElementBytes;
+        const int offset = (n * kTileK + depth * kSliceN) * kElementBytes;
         if constexpr (!kNMajorB) {
-            load_one(to, full, k, column + n);
+            const Box box = box_of(*b, C::kShareN, columns - n);
+            if (box.rows > 0) body(box.map, offset, k, column + n);
         } else {
             constexpr int kColumns = kOfK ? C::kTileN : C::kShareN;
 #pragma unroll
             for (int at = 0; at < kColumns; at += kSliceN) {
-                load_one(to + at * kTileK * kElementBytes, full, column + n + at, k + depth);
+                if (n + at >= columns) break;
+                body(&b->whole, offset + at * kTileK * kElementBytes, column + n + at, k + depth);
             }
-        }
-    }
-
-    __device__ void load_one(unsigned char* to, ptx::Mbarrier* full, int x, int y) const {
-        if constexpr (C::kCluster > 1) {
-            ptx::load_box_to((1u << C::kCluster) - 1, to, b, full, x, y);
-        } else {
-            ptx::load_box(to, b, full, x, y);
         }
     }
 };

@@ -74,13 +74,12 @@ void few_rows(const DeviceWorld& world, const Product& product, const FewRowsSch
     FewRowsArgs args{};
     args.workspace = workspace_of(world);
     args.limits = limits_of(world);
-    args.a = tensor_map({.address = tensors.a,
-                         .width = static_cast<std::uint64_t>(product.k),
-                         .height = static_cast<std::uint64_t>(schedule.m),
-                         .pitch = static_cast<std::uint64_t>(tensors.a_pitch)},
-                        schedule.tiled ? kMailedRows : few_rows_height(schedule.m),
-                        operands_of(product));
-    args.b = map_of_b(product);
+    args.a = boxes_of({.address = tensors.a,
+                       .width = static_cast<std::uint64_t>(product.k),
+                       .height = static_cast<std::uint64_t>(schedule.m),
+                       .pitch = static_cast<std::uint64_t>(tensors.a_pitch)},
+                      schedule.tiled ? kMailedRows : schedule.m, schedule.m, operands_of(product));
+    args.b = boxes_of_b(product);
     args.bias = reinterpret_cast<const void*>(tensors.bias);
     if (product.scaling != Scaling::none) args.scales = scales_of(product);
     args.out = reinterpret_cast<void*>(tensors.out);

@@ -48,13 +48,14 @@ void check_flags(std::uint64_t wanted) {
     }
 }
 
-CUtensorMap map_of_rows(std::uint64_t address, int rows, const Product& product,
-                        std::int64_t pitch = 0) {
-    return tensor_map({.address = address,
-                       .width = static_cast<std::uint64_t>(product.k),
-                       .height = static_cast<std::uint64_t>(rows),
-                       .pitch = static_cast<std::uint64_t>(pitch)},
-                      kTileRows, operands_of(product));
+// Returns the maps of A's `rows` rows; each owner of some, or the last one, has `of_owner`.
+Boxes boxes_of_rows(std::uint64_t address, int rows, int of_owner, const Product& product,
+                    std::int64_t pitch = 0) {
+    return boxes_of({.address = address,
+                     .width = static_cast<std::uint64_t>(product.k),
+                     .height = static_cast<std::uint64_t>(rows),
+                     .pitch = static_cast<std::uint64_t>(pitch)},
+                    kTileRows, of_owner, operands_of(product));
 }
 
 CUtensorMap map_of_layers(std::uint64_t address, int layers, int rows, int width, bool half,
@@ -109,7 +110,7 @@ OperandScales scales_of(const Product& product, std::uint64_t gathered_at) {
             .gathered_at = gathered_at};
 }
 
-CUtensorMap map_of_b(const Product& product) {
+Boxes boxes_of_b(const Product& product) {
     const auto n = static_cast<std::uint64_t>(product.n);
     const auto k = static_cast<std::uint64_t>(product.k);
     TensorExtent extent{.address = product.tensors.b,
@@ -120,7 +121,11 @@ CUtensorMap map_of_b(const Product& product) {
     const int depth = product.tiling == Tiling::medium ? kTileDepth / 2 : kTileDepth;
     const int blocks = cluster_rows(product.tiling) / kTileRows;
     const int share = tile_columns(product.tiling) / blocks;
-    return tensor_map(extent, product.n_major ? depth : share, operands_of(product));
+    if (product.n_major) {
+        const CUtensorMap whole = tensor_map(extent, depth, operands_of(product));
+        return {whole, whole, 0};
+    }
+    return boxes_of(extent, share, product.n, operands_of(product));
 }
 
 std::size_t all_gather_gemm_bytes(int world, const AllGatherSchedule& schedule, int k,
@@ -236,14 +241,15 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
                                     "; expected packed rows: they travel to " +
                                     std::to_string(ranks - 1) + " other ranks");
     }
-    args.own = map_of_rows(tensors.a, schedule.rows, product, tensors.a_pitch);
+    args.own =
+        boxes_of_rows(tensors.a, schedule.rows, schedule.rows, product, tensors.a_pitch);
     args.gathered = args.own;
     if (ranks > 1) {
         args.gathered =
-            map_of_rows(reinterpret_cast<std::uint64_t>(args.workspace.data(world.rank)),
-                        ranks * schedule.rows, product);
+            boxes_of_rows(reinterpret_cast<std::uint64_t>(args.workspace.data(world.rank)),
+                          ranks * schedule.rows, schedule.rows, product);
     }
-    args.b = map_of_b(product);
+    args.b = boxes_of_b(product);
     args.out = map_of_layers(tensors.out, ranks, schedule.rows, product.n, product.half);
     args.bias = reinterpret_cast<const void*>(tensors.bias);
     if (product.scaling != Scaling::none) {
@@ -299,8 +305,9 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
     args.workspace = workspace_of(world);
     const int ranks = args.workspace.world;
     const GemmTensors& tensors = product.tensors;
-    args.a = map_of_rows(tensors.a, schedule.m, product, tensors.a_pitch);
-    args.b = map_of_b(product);
+    const int of_owner = schedule.rows % kTileRows == 0 ? schedule.m : schedule.rows;
+    args.a = boxes_of_rows(tensors.a, schedule.m, of_owner, product, tensors.a_pitch);
+    args.b = boxes_of_b(product);
     const auto layers = [&](std::uint64_t address, int count, int rows, int box_rows) {
         return map_of_layers(address, count, rows, product.n, product.half, box_rows);
     };

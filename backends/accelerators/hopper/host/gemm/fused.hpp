@@ -53,9 +53,9 @@ ElementType operands_of(const Product& product);
 // ranks.
 OperandScales scales_of(const Product& product, std::uint64_t gathered_at = 0);
 
-// Returns B's map for bulk copies: boxes of 128 rows of N (for medium tiles 96) and 64 of K, or, N-major, of
+// Returns B's maps for bulk copies: boxes of 128 rows of N (for medium tiles 96) and 64 of K, or, N-major, of
 // 64 rows of K (32) and 64 of N.
-CUtensorMap map_of_b(const Product& product);
+Boxes boxes_of_b(const Product& product);
 
 // The schedule of one rank's rows of A. They travel in `chunks` of `chunk_rows`, the last one perhaps
 // shorter: by the first `push_blocks` blocks of the kernel (whole clusters), or by push_rows where that is 0,

@@ -31,6 +31,7 @@
 #include <cuda_runtime.h>
 
 #include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/accelerators/hopper/tile/boxes.cuh"
 #include "backends/accelerators/hopper/tile/operand_scales.cuh"
 #include "backends/accelerators/hopper/tile/raster.cuh"
 #include "backends/transport/host_control.hpp"
@@ -38,9 +39,9 @@
 namespace mkernel::hopper {
 
 struct AllGatherGemmArgs {
-    CUtensorMap own;       // a [rows, K]
-    CUtensorMap gathered;  // [W * rows, K] in the workspace; the own rows are never read there
-    CUtensorMap b;
+    Boxes own;       // a [rows, K]
+    Boxes gathered;  // [W * rows, K] in the workspace; the own rows are never read there
+    Boxes b;
     CUtensorMap out;   // [W, rows, N]
     const void* bias;  // [N], of the element type; or null
     OperandScales scales;

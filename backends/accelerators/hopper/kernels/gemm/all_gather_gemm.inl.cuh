@@ -219,16 +219,18 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             }
             Cursor<C::kStages> cursor;
             for_each_tile<C>(args, [&](const GatheredTile& tile) {
-                const Operands<C, kNMajorB, kStep> operands{&args.b, tile.column};
+                const Operands<C, kNMajorB, kStep> operands{&args.b, tile.column,
+                                                              args.n - tile.column};
+                const int rows = args.rows - tile.row;
                 if (tile.shard == args.workspace.rank) {
-                    operands.load(shared, cursor, &args.own, tile.row, 0, steps);
+                    operands.load(shared, cursor, &args.own, tile.row, rows, 0, steps);
                     return;
                 }
                 const int each = (steps + args.slices - 1) / args.slices;
                 for (int slice = 0; slice * each < steps; ++slice) {
                     wait_for_rows(args, waiter, epoch, tile.shard, tile.row, slice);
                     operands.load(shared, cursor, &args.gathered, tile.shard * args.rows + tile.row,
-                                  slice * each, min((slice + 1) * each, steps));
+                                  rows, slice * each, min((slice + 1) * each, steps));
                 }
             });
             break;

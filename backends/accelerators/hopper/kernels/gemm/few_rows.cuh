@@ -25,6 +25,7 @@
 
 #include "backends/accelerators/hopper/device/workspace.cuh"
 #include "backends/accelerators/hopper/kernels/prefetch.hpp"
+#include "backends/accelerators/hopper/tile/boxes.cuh"
 #include "backends/accelerators/hopper/tile/operand_scales.cuh"
 #include "backends/transport/host_control.hpp"
 
@@ -38,8 +39,8 @@ inline constexpr int kFewDepthBytes = 128;  // of a row of K, of a stage
 enum class FewRowsExchange : std::uint8_t { all_reduce, reduce_scatter };
 
 struct FewRowsArgs {
-    CUtensorMap a;         // [m, k], boxes [rows of the kernel, 128 bytes of k]
-    CUtensorMap b;         // boxes [128 of n, 128 bytes of k], or N-major [64 of k, 64 of n]
+    Boxes a;               // [m, k], boxes [m, 128 bytes of k]
+    Boxes b;               // boxes [128 of n, 128 bytes of k], or N-major [64 of k, 64 of n]
     const void* bias;      // [n], or null
     OperandScales scales;  // of e4m3 operands, not by blocks
     void* out;             // [m, n]; of ReduceScatter [rows, n]
@@ -53,7 +54,7 @@ struct FewRowsArgs {
     Prefetch prefetch;
 };
 
-// Returns the rows of the kernel which runs m rows, a multiple of 16; boxes of `a` are as high.
+// Returns the rows of the kernel which runs m rows, a multiple of 16.
 int few_rows_height(int m);
 
 // Launches on at most `blocks` blocks, in clusters of `splits`. Element, the type of results: __nv_bfloat16

@@ -49,14 +49,15 @@
 #include "backends/accelerators/hopper/device/landing.cuh"
 #include "backends/accelerators/hopper/device/workspace.cuh"
 #include "backends/accelerators/hopper/kernels/gemm/all_gather_gemm.cuh"
+#include "backends/accelerators/hopper/tile/boxes.cuh"
 #include "backends/accelerators/hopper/tile/raster.cuh"
 #include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper {
 
 struct GemmReduceArgs {
-    CUtensorMap a;  // [M, K]
-    CUtensorMap b;
+    Boxes a;  // [M, K]
+    Boxes b;
     CUtensorMap inbox;                // whole slices
     CUtensorMap inboxes[kMaxRanks];   // the peers', in pieces
     CUtensorMap outbox;               // whole slices

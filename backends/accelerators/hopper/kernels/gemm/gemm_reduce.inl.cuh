@@ -181,8 +181,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                 if (args.is_given) {
                     load_tile(shared, cursor, &args.given, tile.column, row, 0);
                 } else {
-                    Operands<C, kNMajorB, kStep>{&args.b, tile.column}.load(shared, cursor, &args.a,
-                                                                            row, 0, steps);
+                    const Operands<C, kNMajorB, kStep> operands{&args.b, tile.column,
+                                                                args.n - tile.column};
+                    const int rows = min(args.rows - tile.row, args.m - row);
+                    operands.load(shared, cursor, &args.a, row, rows, 0, steps);
                 }
                 for (int number = 0; number < tile.parts; ++number) {
                     const int source = rails.part_of(tile.owner, number);

@@ -21,7 +21,7 @@
 
 namespace mkernel::hopper {
 
-inline constexpr int kMailedRows = 128;  // of a block's tile, and of a box of `a`
+inline constexpr int kMailedRows = 128;  // of a block's tile, and of a whole box of `a`
 
 // Launches on at most `blocks` blocks. `args`: boxes of `a` are [kMailedRows, 64] and those of `b` the tiling's; there are
 // neither scales nor a norm, and sums are rounded. Element, also the type of operands: __nv_bfloat16 or __half.

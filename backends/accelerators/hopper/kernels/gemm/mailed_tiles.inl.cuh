@@ -179,16 +179,9 @@ __device__ __forceinline__ void prefetch_columns(const FewRowsArgs& args, const 
     int cluster_row = 0;
     int column = 0;
     raster.at(static_cast<int>(blockIdx.x) / C::kCluster, cluster_row, column);
-    column = column * C::kTileN + static_cast<int>(blockIdx.x) % C::kCluster * C::kShareN;
-    for (int step = 0; step < min(steps, C::kStages); ++step) {
-        if constexpr (kNMajorB) {
-            for (int at = 0; at < C::kShareN; at += kSliceN) {
-                ptx::prefetch_box(&args.b, column + at, step * kTileK);
-            }
-        } else {
-            ptx::prefetch_box(&args.b, step * kTileK, column);
-        }
-    }
+    column *= C::kTileN;
+    const Operands<C, kNMajorB> operands{&args.b, column, args.n - column};
+    for (int step = 0; step < min(steps, C::kStages); ++step) operands.prefetch(step);
 }
 
 template <class C, class Element, bool kNMajorB>
@@ -204,7 +197,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         if (ptx::elect_one()) {
             Cursor<C::kStages> cursor;
             for_each_mailed<C>(raster, [&](int row, int column) {
-                Operands<C, kNMajorB>{&args.b, column}.load(shared, cursor, &args.a, row, 0, steps);
+                const Operands<C, kNMajorB> operands{&args.b, column, args.n - column};
+                operands.load(shared, cursor, &args.a, row, args.m - row, 0, steps);
             });
             ptx::let_next_grid_start();
             prefetch_share(args.prefetch);

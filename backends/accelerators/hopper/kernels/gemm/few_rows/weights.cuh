@@ -11,19 +11,24 @@ __device__ __forceinline__ void load_few(FewRows<kRows>& shared,
                                          Cursor<FewRows<kRows>::kStages>& cursor,
                                          const FewRowsArgs& args, int column, int first, int end) {
     using S = FewRows<kRows>;
+    const Box weights = box_of(args.b, kFewColumns, args.n - column);
+    const bool both = column + 64 < args.n;  // halves of an N-major b
+    const int bytes = (kNMajorB ? (both ? kFewColumns : kFewColumns / 2) : weights.rows) + args.m;
     for (int step = first; step < end; ++step, cursor.next()) {
         ptx::Mbarrier* full = &shared.full[cursor.slot];
         unsigned char* stage = shared.stages[cursor.slot];
         shared.empty[cursor.slot].wait(cursor.parity ^ 1);
-        full->expect(S::kStageBytes);
+        full->expect(bytes * kFewDepthBytes);
         if constexpr (kNMajorB) {
-            ptx::load_box(stage, &args.b, full, column, step * kStepK<In>);
-            ptx::load_box(stage + S::kWeightBytes / 2, &args.b, full, column + 64,
-                          step * kStepK<In>);
-        } else {
-            ptx::load_box(stage, &args.b, full, step * kStepK<In>, column);
+            ptx::load_box(stage, weights.map, full, column, step * kStepK<In>);
+            if (both) {
+                ptx::load_box(stage + S::kWeightBytes / 2, weights.map, full, column + 64,
+                              step * kStepK<In>);
+            }
+        } else if (weights.rows > 0) {
+            ptx::load_box(stage, weights.map, full, step * kStepK<In>, column);
         }
-        ptx::load_box(stage + S::kWeightBytes, &args.a, full, step * kStepK<In>, 0);
+        ptx::load_box(stage + S::kWeightBytes, &args.a.whole, full, step * kStepK<In>, 0);
     }
 }
 
@@ -33,10 +38,10 @@ __device__ __forceinline__ void prefetch_few(const FewRowsArgs& args, int column
                                              int end) {
     for (int step = first; step < min(end, first + FewRows<kRows>::kStages); ++step) {
         if constexpr (kNMajorB) {
-            ptx::prefetch_box(&args.b, column, step * kStepK<In>);
-            ptx::prefetch_box(&args.b, column + 64, step * kStepK<In>);
+            ptx::prefetch_box(&args.b.whole, column, step * kStepK<In>);
+            ptx::prefetch_box(&args.b.whole, column + 64, step * kStepK<In>);
         } else {
-            ptx::prefetch_box(&args.b, step * kStepK<In>, column);
+            ptx::prefetch_box(&args.b.whole, step * kStepK<In>, column);
         }
     }
 }
