@@ -110,9 +110,14 @@ def _flash_attention(
 
 
 def experts() -> list[str]:
-    """The three MoE ops, sums of few and of many partial rows; e4m3 too."""
+    """The three MoE ops, sums of few and of many partial rows."""
     many = Moe(72, 136, 72, experts=4, top_k=4, narrow=True)
-    return judged([Moe(72, 136, 72), many, Moe(72, 256, 128, scales=True, quantise=True)], 0)
+    return judged([Moe(72, 136, 72), many], 0)
+
+
+def scaled_experts() -> list[str]:
+    """The MoE ops in e4m3, whose rows are quantised between their products."""
+    return judged([Moe(72, 256, 128, scales=True, quantise=True)], 0)
 
 
 def experts_wanted() -> list[str]:
@@ -120,14 +125,19 @@ def experts_wanted() -> list[str]:
     return experts()
 
 
+def scaled_experts_wanted() -> list[str]:
+    """As ``experts_wanted``."""
+    return scaled_experts()
+
+
 def experts_by_rows() -> list[str]:
     """The same with fewer rows for each expert than a box has: every result leaves by plain stores."""
     return judged([Moe(24, 136, 72), Moe(24, 136, 72, experts=4, top_k=4, narrow=True)], 0)
 
 
-def experts_filled() -> list[str]:
-    """The same as ``experts`` for initcheck, with NaN in the results of products before our kernels
-    store to them by TMA, which the tool does not see
+def experts_filled(run: Callable[[], list[str]] = experts) -> list[str]:
+    """The same as ``experts``, or as another program, for initcheck, with NaN in results of products
+    before our kernels store to them by TMA, which the tool does not see
     (``test_initcheck_sees_stores_of_rows_and_none_of_boxes``). A result that is read and was not stored
     is NaN, which judges see; tables, rows in order and sums are the tool's to judge."""
     new_empty = torch.Tensor.new_empty
@@ -137,7 +147,12 @@ def experts_filled() -> list[str]:
         return made.fill_(torch.nan) if made.is_floating_point() else made
 
     with mock.patch.object(torch.Tensor, "new_empty", filled):
-        return experts()
+        return run()
+
+
+def scaled_experts_filled() -> list[str]:
+    """As ``experts_filled``."""
+    return experts_filled(scaled_experts)
 
 
 def attention_by_core() -> list[str]:
@@ -260,12 +275,15 @@ def copies_and_clocks() -> list[str]:
 ALONE = {"memcheck": 2, "initcheck": 1, "racecheck": 1, "synccheck": 1}
 """Ranks by tool. initcheck knows nothing of what other processes write, racecheck nothing of their
 threads."""
+WANTED = {"MKERNEL_HOPPER_TOKENS": "wanted"}
 MET = {"memcheck": 2, "racecheck": 2, "synccheck": 2}
 """Of what one rank alone does not launch."""
 WITHOUT_RACECHECK = {"memcheck": 2, "synccheck": 2}
 """racecheck fails by itself, with an internal error, in a process that runs cuBLAS; and it takes words
 of shared memory that one warp releases and another acquires (``tell_stored``) for races, since it
-knows barriers alone."""
+knows barriers alone, and of those only what each thread does: a slot that one lane frees for its warp
+(the scales of ``scaled_experts``) is a race to it
+(``test_racecheck_does_not_see_that_a_lane_frees_for_its_warp``)."""
 
 
 @dataclass(frozen=True)
@@ -282,6 +300,7 @@ CHECKED = {
     each.run.__name__: each
     for each in (
         *map(Program, (few_rows, medium, e4m3, attention, experts, attention_by_core)),
+        Program(scaled_experts, {**WITHOUT_RACECHECK, "initcheck": 1}),
         Program(copies_and_clocks),
         Program(fused, {**ALONE, **MET}),
         Program(attention_by_kernel, MET, environment={"MKERNEL_HOPPER_ATTENTION": "kernel"}),
@@ -291,7 +310,8 @@ CHECKED = {
         Program(e4m3_by_library, WITHOUT_RACECHECK),
         Program(landing, MET, environment={"MKERNEL_PATH": "fused"}),
         Program(landing_by_library, WITHOUT_RACECHECK, environment={"MKERNEL_PATH": "library"}),
-        Program(experts_wanted, MET, environment={"MKERNEL_HOPPER_TOKENS": "wanted"}),
+        Program(experts_wanted, MET, environment=WANTED),
+        Program(scaled_experts_wanted, WITHOUT_RACECHECK, environment=WANTED),
         Program(nodes, MET, nodes=2),
         Program(sums_between_nodes, WITHOUT_RACECHECK, nodes=2),
     )
@@ -305,6 +325,7 @@ SEEN_BY_INITCHECK = {
     "attention": attention_by_flash,
     "attention_by_core": attention_by_core_filled,
     "experts": experts_filled,
+    "scaled_experts": scaled_experts_filled,
 }
 """What stands for one of these under that tool."""
 

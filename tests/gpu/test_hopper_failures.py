@@ -11,7 +11,7 @@ import checked_kernels
 import pytest
 import sanitized_kernels
 from device_buffers import takes_ranks
-from sanitized_kernels import FOUND, SANITIZER, run_sanitized
+from sanitized_kernels import FOUND, NVCC, SANITIZER, run_sanitized
 
 pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
 
@@ -74,6 +74,24 @@ def test_initcheck_sees_stores_of_rows_and_none_of_boxes(tmp_path: Path) -> None
     assert "right" in text, text[-3000:]
     read_by = set(re.findall(r"(\w+_kernel)\b", text))
     assert "send_rows_kernel" in read_by, sorted(read_by)
+
+
+@sanitized
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not Path(NVCC).exists(), reason="nvcc is not installed")
+def test_racecheck_does_not_see_that_a_lane_frees_for_its_warp(tmp_path: Path) -> None:
+    """Once it does, ``checked_kernels`` needs no :data:`WITHOUT_RACECHECK` for experts in e4m3."""
+    source = Path(__file__).with_name("racecheck_controls.cu")
+    program = str(tmp_path / "controls")
+    build = [NVCC, "-std=c++20", "-arch=sm_90a", "-lineinfo", "-I", str(sanitized_kernels.ROOT)]
+    subprocess.run([*build, "-o", program, str(source)], check=True, timeout=200)
+    for freed_by, hazards in (("each", "0 hazards"), ("one", "1 hazard")):
+        done = subprocess.run(
+            [SANITIZER, "--tool", "racecheck", program, freed_by],
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert "right" in done.stdout, done.stdout[:3000] + done.stderr[-2000:]
+        assert f"RACECHECK SUMMARY: {hazards}" in done.stdout, done.stdout[:3000]
 
 
 def judge_sanitized(tool: str, program: list[str], world: int, folder: Path) -> None:
