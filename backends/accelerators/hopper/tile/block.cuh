@@ -103,8 +103,8 @@ struct Shared {
     ptx::Mbarrier drained[C::kSliceSlots];        // the stores have read a slice
     ptx::Mbarrier arrived[C::kPieceBuffers + 1];  // a piece is there
     ptx::Mbarrier turns[C::kPromotes ? kMultipliers : 1];  // a warpgroup may start a product
-    std::uint32_t stored;                         // tiles that the storer has stored
-    std::uint64_t epoch;                          // where warps that exchange share it
+    std::uint32_t stored;                                  // tiles that the storer has stored
+    std::uint64_t epoch;                                   // where warps that exchange share it
 };
 static_assert(sizeof(Shared<Wide>) <= kSharedBytes && sizeof(Shared<Deep>) <= kSharedBytes &&
               sizeof(Shared<Medium>) <= kSharedBytes &&

@@ -58,9 +58,8 @@ struct Operands {
 
     // Prefetches this block's share of B of a step.
     __device__ void prefetch(int step) const {
-        each_box(step * kStep, [](const CUtensorMap* map, int, int x, int y) {
-            ptx::prefetch_box(map, x, y);
-        });
+        each_box(step * kStep,
+                 [](const CUtensorMap* map, int, int x, int y) { ptx::prefetch_box(map, x, y); });
     }
 
   private:

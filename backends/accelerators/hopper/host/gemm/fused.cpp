@@ -241,8 +241,7 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
                                     "; expected packed rows: they travel to " +
                                     std::to_string(ranks - 1) + " other ranks");
     }
-    args.own =
-        boxes_of_rows(tensors.a, schedule.rows, schedule.rows, product, tensors.a_pitch);
+    args.own = boxes_of_rows(tensors.a, schedule.rows, schedule.rows, product, tensors.a_pitch);
     args.gathered = args.own;
     if (ranks > 1) {
         args.gathered =

@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             Cursor<C::kStages> cursor;
             for_each_tile<C>(args, [&](const GatheredTile& tile) {
                 const Operands<C, kNMajorB, kStep> operands{&args.b, tile.column,
-                                                              args.n - tile.column};
+                                                            args.n - tile.column};
                 const int rows = args.rows - tile.row;
                 if (tile.shard == args.workspace.rank) {
                     operands.load(shared, cursor, &args.own, tile.row, rows, 0, steps);
