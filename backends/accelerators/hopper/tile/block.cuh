@@ -82,7 +82,8 @@ struct PromotedCarry : Config<128, 2, 4, 4> {
 struct Deep : Config<256, 2, 2> {  // 4 stages
     static constexpr bool kGathers = true;
 };
-struct ScaledExperts : Deep {
+template <class Tiling>
+struct Scaled : Tiling {
     static constexpr bool kPromotes = true;
     static constexpr int kStageScales = kTileM + 2;
 };
@@ -113,7 +114,8 @@ static_assert(sizeof(Shared<Wide>) <= kSharedBytes && sizeof(Shared<Deep>) <= kS
               sizeof(Shared<NarrowCarry>) <= kSharedBytes &&
               sizeof(Shared<Promoted>) <= kSharedBytes &&
               sizeof(Shared<PromotedCarry>) <= kSharedBytes &&
-              sizeof(Shared<ScaledExperts>) <= kSharedBytes);
+              sizeof(Shared<Scaled<Deep>>) <= kSharedBytes &&
+              sizeof(Shared<Scaled<Wide>>) <= kSharedBytes);
 
 // A place in a ring of kSlots; `parity` is that of the phase to wait for.
 template <int kSlots>

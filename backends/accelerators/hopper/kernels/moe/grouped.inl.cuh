@@ -1,6 +1,8 @@
 // The kernel of grouped.cuh; one object file a variant includes it.
 #pragma once
 
+#include <type_traits>
+
 #include "backends/accelerators/cuda/small_launch.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
 #include "backends/accelerators/hopper/kernels/moe/gather_rows.cuh"
@@ -12,7 +14,6 @@
 namespace mkernel::hopper::moe {
 
 static_assert(Deep::kCluster * kTileM == kTileRows && Wide::kCluster * kTileM == kTileRows);
-static_assert(ScaledExperts::kCluster * kTileM == kTileRows);
 
 struct SiluAndMul {
     __device__ float operator()(float gate, float up) const {
@@ -134,11 +135,15 @@ cudaError_t launch_grouped(const GroupedArgs& args, GroupedVariant variant, int 
     return with.template operator()<Wide, false>();
 }
 
+// Rows that are gathered need more stages, others more slices.
+template <bool kGathers>
+using ScaledTiling = Scaled<std::conditional_t<kGathers, Deep, Wide>>;
+
 template <class Element>
 cudaError_t launch_grouped_e4m3(const GroupedArgs& args, GroupedVariant variant, int blocks,
                                 cudaStream_t stream) {
-    using C = ScaledExperts;
     const auto start = [&]<bool kGathers, bool kGated, bool kWide, bool kQuantised>() {
+        using C = ScaledTiling<kGathers>;
         return launch_blocks<C>(
             grouped<C, Element, false, kGathers, kGated, kWide, __nv_fp8_e4m3, kQuantised>, args,
             1 << 20, blocks, stream);
