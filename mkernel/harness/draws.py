@@ -43,7 +43,7 @@ SPENT: Mapping[int, str] = MappingProxyType(
         32: "`fused` and `library.streamed` were fitted to it",
         41: "`fused` was fitted to it",
         20261130: "of few rows; a warp of its own counts blocks since, by what was seen of it",
-        20261202: "of few rows; `FLOAT32_PARTIALS` was chosen by it",
+        20261202: "of few rows; what rows of a box beyond its matrix cost was found by it",
         20261128: "measured before ways of plans were taken away, with the constants of that time",
     }
 )

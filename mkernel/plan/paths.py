@@ -27,11 +27,10 @@ from mkernel.topology.cost import (
     transfer_us,
 )
 
-FLOAT32_PARTIALS = 1 << 12
+FLOAT32_PARTIALS = 1 << 16
 """The most elements of a result for which the library path adds float32 partial results. They keep
-small results, whose error scatters, within the limit of one rounding: that of two terms of so many
-elements, rounded before their sum, is 2.45e-3 in bfloat16, give or take 0.03e-3. More would only take
-twice as long to send."""
+small results, whose error scatters, and products that a library cuts along K within the limit of
+one rounding; large ones would only take twice as long to send."""
 
 
 LEAST_FUSED_SUMS = 1 << 12

@@ -180,7 +180,7 @@ def test_gathered_is_an_output_too(fabric: Any, world: int, symmetric: bool) -> 
 def test_large_sums_travel_in_the_inputs_dtype(fabric: Any, op: str) -> None:
     for n, sent in ((64, "float32"), (72, "float16")):
         made = fabric(2)
-        everyone, wanted = run(planned(op, 64, n, 8, 2, dtype="float16"))
+        everyone, wanted = run(planned(op, 1024, n, 8, 2, dtype="float16"))
         assert_right(everyone, wanted, "float16")
         ((_, element, *_),) = made.called
         assert element == (sent, "float16")

@@ -201,12 +201,12 @@ def with_few_rows(**more: object) -> AcceleratorCapabilities:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("op", ["gemm_all_reduce", "gemm_reduce_scatter"])
-@pytest.mark.parametrize(("m", "n", "product"), [(2, 2048, "float32"), (128, 4096, "bfloat16")])
+@pytest.mark.parametrize(("m", "product"), [(8, "float32"), (128, "bfloat16")])
 def test_no_field_of_few_rows_is_decoration(
-    started: Started, op: OpName, m: int, n: int, product: str
+    started: Started, op: OpName, m: int, product: str
 ) -> None:
     world = gpus(claims=with_few_rows())
-    usual = world.plan(op, {"m": m, "n": n, "k": 2048}, dtype="bfloat16", path="fused")
+    usual = world.plan(op, {"m": m, "n": 4096, "k": 2048}, dtype="bfloat16", path="fused")
     assert usual.part(FewRowsSchedule).product == product
     assert decorations(usual, launches(started, world, usual)) == []
 

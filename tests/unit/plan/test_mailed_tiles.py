@@ -72,7 +72,7 @@ def test_rows_that_are_no_whole_lines_load_longer() -> None:
         ("gemm_all_reduce", 1024, 8200, "bfloat16", 2, False),
         ("gemm_all_reduce", 1024, 4096, "bfloat16", 4, False),  # of three peers
         ("gemm_all_reduce", 1025, 1024, "bfloat16", 2, False),
-        ("gemm_all_reduce", 170, 24, "bfloat16", 2, False),  # so few travel in float32
+        ("gemm_all_reduce", 512, 128, "bfloat16", 2, False),  # so few travel in float32
         ("gemm_all_reduce", 512, 8192, "float32", 2, False),
         ("gemm_all_reduce", 512, 8192, "bfloat16", 1, False),
         ("gemm_reduce_scatter", 512, 8192, "bfloat16", 2, False),

@@ -199,8 +199,8 @@ def test_rows_of_owners_do_not_share_tiles() -> None:
 
 def test_partial_results_of_small_sums_are_float32() -> None:
     assert paths.partial_dtype(GemmShape(m=1, n=8, k=8), "bfloat16") == "float32"
-    assert paths.partial_dtype(GemmShape(m=64, n=64, k=8), "float16") == "float32"
-    assert paths.partial_dtype(GemmShape(m=64, n=72, k=8), "float16") == "float16"
+    assert paths.partial_dtype(GemmShape(m=256, n=256, k=8), "float16") == "float32"
+    assert paths.partial_dtype(GemmShape(m=256, n=264, k=8), "float16") == "float16"
 
 
 def test_sums_of_few_elements_are_never_fused() -> None:
