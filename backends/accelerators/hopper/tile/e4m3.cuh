@@ -21,9 +21,10 @@ __device__ __forceinline__ float e4m3_scale(unsigned most) {
     return scale == 0 ? 1.0f : scale;
 }
 
-// Divides elements by their block's scale and rounds the quotients, which are those of __fdiv_rn: a quotient by the
-// rounded reciprocal is corrected twice by its exact remainder (P. Markstein, IBM Journal of Research and Development
-// 34, 1990), without the branch for operands whose remainder would be too small, since those are brought near 1.
+// Divides elements by their block's scale and rounds the quotients, with the bits that those of __fdiv_rn have in e4m3:
+// a quotient by the rounded reciprocal is corrected twice by its exact remainder (P. Markstein, IBM Journal of Research
+// and Development 34, 1990), without the branch for operands whose remainder would be too small, since scales are
+// brought near 1. Quotients too small for e4m3 may differ, and are zeros of the same sign.
 class Quantiser {
   public:
     __device__ explicit Quantiser(float scale) {
