@@ -23,6 +23,7 @@ from typing_extensions import Unpack
 
 from mkernel.cases import poison
 from mkernel.cases.comparison import (
+    ROW_SHARE,
     Comparison,
     compare_exact,
     compare_projected,
@@ -138,6 +139,11 @@ class Oracle(ABC):
         """Return the largest relative Frobenius error by output; an output that is missing here must be
         equal."""
 
+    @property
+    def row_share(self) -> float:
+        """Return by how many times the tolerance a single row may be off."""
+        return ROW_SHARE
+
     def projects(self, names: Collection[str]) -> bool:
         """Return whether the reference of these outputs times a few columns takes less time than the
         whole one. It does where their last step is linear: the columns multiply its last factor."""
@@ -176,7 +182,8 @@ class Oracle(ABC):
             if name not in tolerances:
                 found[name] = compare_exact(output, wanted)
             elif onto is not None:
-                found[name] = compare_projected(output, wanted, onto(memory[name][0][-1]))
+                columns = onto(memory[name][0][-1])
+                found[name] = compare_projected(output, wanted, columns, self.row_share)
             else:
                 found[name] = compare_rows(output, wanted, rows, self.row_axis)
         return found

@@ -134,13 +134,16 @@ def narrowed(matrix: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor
 
 
 def compare_projected(
-    result: torch.Tensor, reference: torch.Tensor, columns: torch.Tensor
+    result: torch.Tensor,
+    reference: torch.Tensor,
+    columns: torch.Tensor,
+    row_share: float = ROW_SHARE,
 ) -> Comparison:
     """Compare all rows of a result with their float64 reference times ``columns`` [N, few], which are
     normally distributed.
 
-    The error is the relative Frobenius error as these show it, or the worst row's over
-    :data:`ROW_SHARE` where that is more. Elements must be finite.
+    The error is the relative Frobenius error as these show it, or the worst row's over ``row_share``
+    where that is more. Elements must be finite.
     """
     shape = (len(reference), len(columns))
     if result.shape != shape:
@@ -156,7 +159,8 @@ def compare_projected(
         if unwritten:
             return _wrong(f"has {unwritten} of {result.numel()} elements that were never written")
         return _wrong("has elements that are not finite")
-    return Comparison(_worst(gap, size, reference.square().mean(1).sum()), result.numel())
+    least = reference.square().mean(1).sum()
+    return Comparison(_worst(gap, size, least, row_share), result.numel())
 
 
 def compare_alike(result: torch.Tensor, other: torch.Tensor) -> Comparison:
@@ -172,18 +176,18 @@ def compare_alike(result: torch.Tensor, other: torch.Tensor) -> Comparison:
     if not bool(torch.isfinite(gap).all()):
         return _wrong("has elements that are finite in one call and not in another")
     size = torch.where(torch.isfinite(two), two, 0.0).square().sum(1)
-    return Comparison(_worst(gap, size, size.sum()) / 2, result.numel())
+    return Comparison(_worst(gap, size, size.sum(), ROW_SHARE) / 2, result.numel())
 
 
-def _worst(gap: torch.Tensor, size: torch.Tensor, least: torch.Tensor) -> float:
-    """Return the relative error of all rows, or the worst one's over :data:`ROW_SHARE`, given the
-    squared norms of their differences and of themselves; all together are as large as ``least``."""
+def _worst(gap: torch.Tensor, size: torch.Tensor, least: torch.Tensor, row_share: float) -> float:
+    """Return the relative error of all rows, or the worst one's over ``row_share``, given the squared
+    norms of their differences and of themselves; all together are as large as ``least``."""
     total = float(torch.maximum(size.sum(), least))
     if not total:
         return math.sqrt(float(gap.sum()))
     floor = total / len(size) * 1e-6  # of a row that cancels, as a share of the others
     row = float((gap / size.clamp(min=floor)).max())
-    return max(math.sqrt(float(gap.sum()) / total), math.sqrt(row) / ROW_SHARE)
+    return max(math.sqrt(float(gap.sum()) / total), math.sqrt(row) / row_share)
 
 
 def _relative(gap: torch.Tensor, reference: torch.Tensor) -> float:

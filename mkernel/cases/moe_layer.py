@@ -19,9 +19,13 @@ from mkernel.plan.model import DTYPE_BYTES
 OP = "moe_layer"
 _W, _W2, _W2_SCALE = 7, 8, 13  # after the tensors of the other cases
 _ROUNDINGS = 2  # of what comes between the products, and of out
-_OTHER_STEPS = 3e-3
-"""The error of what is quantised to another step because its sum of blocks was off by 1.9e-4. Of gated
-sums it is at most 2.1e-3, in the emulation of tests/unit/cases/test_fast_accumulation.py."""
+_OTHER_STEPS = 7e-3
+"""The error of what is quantised to another step because its sum of blocks was off by 1.9e-4. As drawn
+scales differ by 20 times, few elements decide it: with sums that are off so it is at most 3.7e-3 of
+1536 features and 6.4e-3 of 256, of 14 seeds each (tests/unit/cases/test_projections.py tries some)."""
+_ROW_STEPS = 10.0
+"""A row may be off by so many times the tolerance, because still fewer elements decide it: there the
+worst is by 4.6 times."""
 
 
 class MoeLayerCase(HomeCase):
@@ -112,8 +116,17 @@ class MoeLayerCase(HomeCase):
         return y
 
     @property
+    def row_share(self) -> float:
+        """Return by how many times the tolerance a row may be off, on other steps most."""
+        return _ROW_STEPS if self._scaled else super().row_share
+
+    @property
+    def rounded(self) -> float:
+        """Return the error of so many roundings."""
+        return super().tolerance * math.sqrt(_ROUNDINGS)
+
+    @property
     def tolerance(self) -> float:
-        """Allow so many roundings, and other steps."""
-        rounded = super().tolerance * math.sqrt(_ROUNDINGS)
+        """Allow roundings, and other steps."""
         narrow = self._scaled and DTYPE_BYTES[self.out_dtype] == 2
-        return math.hypot(rounded, _OTHER_STEPS) if narrow else rounded
+        return math.hypot(self.rounded, _OTHER_STEPS) if narrow else self.rounded

@@ -32,13 +32,9 @@ tiles."""
 IN_ORDER: Decisions = {"moe.tuning": {"permutes": True}}
 """The same of e4m3 experts, which have one tiling."""
 GATHERED: Decisions = {"moe.tuning": {"permutes": False}}
-OF_LAYERS = ("home", "values", "scales")
+OF_LAYERS = ("home", "values", "scales", "between")
 """Results that the case of a dispatch does not know."""
 QUANTISED = 2**-5
-OTHER_STEPS = 8e-3
-"""As in ``mkernel/cases/moe_layer.py``, of sums that are not gated too. They are rounded to 16 bits and
-then quantised to another step: emulated, of an expert with 70 tokens and 384 features, by up to
-6e-3."""
 WANTED: Decisions = {"moe.tuning": {"push_blocks": (8, ())}}
 """Each token goes once to each rank that has an expert of it."""
 
@@ -174,12 +170,32 @@ class Work(calls.Work):
             sent = self.dispatched(out_dtype=None, quantise="block")
             h = self.found["values"] = sent.outputs
             scales["h_scale"] = self.found["scales"] = sent.scales
+        if self.shape.scales:
+            self.found["between"] = self._brought_home(h, sent)
         self.found["home"] = mkernel.moe_gemm_combine(
             h, self.w2, sent.handle, weights, returns=self.shape.returns,
             partial_dtype=getattr(torch, self.shape.dtype) if self.shape.narrow else torch.float32,
             **scales,
         )  # fmt: skip
         return self.found
+
+    def _brought_home(self, h: torch.Tensor, sent: Any) -> torch.Tensor:
+        """Return what e4m3 experts made of the own tokens, and their second products multiply:
+        [top_k, tokens, features]. A sum near a tie is quantised to one step or the other, and 16 bits
+        near one may change the scale of 128 elements: of a few tokens that is too far from the
+        reference to judge what follows by it."""
+        y, scaled = h, self.shape.quantise
+        if (
+            scaled
+        ):  # three times eight bits are the 24 of e4m3 times its scale, or all but the last few
+            rest, parts = dequantised(h, sent.scales), list[torch.Tensor]()
+            for _ in range(3):
+                parts.append(rest.bfloat16())
+                rest = rest - parts[-1].float()
+            y = torch.cat(parts, 1)
+        weights = torch.eye(self.top_k, device=h.device)[:, None].repeat(1, self.shape.tokens, 1)
+        rows = torch.stack([mkernel.moe_combine(y, sent.handle, one) for one in weights])
+        return rows.unflatten(2, (3, -1)).double().sum(2) if scaled else rows
 
     def wrong(self, turn: int, found: Tensors) -> list[str]:
         """Say what is wrong with the results of a turn."""
@@ -195,9 +211,7 @@ class Work(calls.Work):
         # Narrow results, ranks' sums of them, then the sum of these are rounded, each as much.
         roundings = 3 if self.shape.narrow else 1
         limit = self.case.tolerances()["out"] * roundings**0.5
-        if self.shape.scales:
-            limit = math.hypot(limit, OTHER_STEPS)
-        wanted, terms = self._home(turn)
+        wanted, terms = self._home(turn, found.get("between"))
         error = (found["home"].double() - wanted).abs()
         off = float(error.norm()) / (float(wanted.norm()) or 1.0)
         # Limits are of norms: of few elements each may be off by the most that its roundings make.
@@ -230,9 +244,9 @@ class Work(calls.Work):
             self.moe, name, got, self.rank, self.world, turn
         )
 
-    def _home(self, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """In float64 of the outputs as they should be, rounded once: the own tokens' results, and the
-        sums of their terms' absolute values."""
+    def _home(self, turn: int, between: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """In float64 of the outputs as they should be, rounded once, or as they are ``between``: the
+        own tokens' results, and the sums of their terms' absolute values."""
         case, shape = self.moe, self.shape
         kind = getattr(torch, shape.dtype)
         x = case._wide_x(self.rank, turn).double()
@@ -248,10 +262,12 @@ class Work(calls.Work):
             for expert, (w, w2) in enumerate(zip(*both, strict=True)):
                 token, slot = (ids == owner * shape.experts + expert).nonzero(as_tuple=True)
                 if len(token):
-                    h = case._activate(x[token] @ w.double())
-                    h = h if shape.quantise else h.to(kind).double()
-                    if shape.scales:
-                        h = dequantised(*quantised_blocks(h), torch.float64)
+                    if between is None:
+                        h = case._activate(x[token] @ w.double()).to(kind).double()
+                    else:
+                        h = between[slot, token].double()
+                        if not shape.quantise:
+                            h = dequantised(*quantised_blocks(h), torch.float64)
                     weighted = weights[token, slot, None] * (h @ w2.double())
                     wanted.index_add_(0, token, weighted)
                     terms.index_add_(0, token, weighted.abs())

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from mkernel.cases.base import TOLERANCE
 from mkernel.cases.moe_layer import OP as MOE_LAYER
+from mkernel.cases.moe_layer import MoeLayerCase
 from mkernel.errors import ArgumentError
 from mkernel.harness.problem import Inputs, Kind, Problem, Tensors
 from mkernel.harness.spec import GEMMS, LOOP_CALLS
@@ -121,10 +122,12 @@ class Contender(ABC):
         here must be equal."""
         if self.problem.op in GEMMS:
             return dict.fromkeys(self.problem.memory(self.kind), library_limit(self.problem))
+        oracle = self.problem.oracle(self.kind)
         variances = LAYER_VARIANCES if self.op == MOE_LAYER else 2.0
-        limits = widened(self.problem.oracle(self.kind).tolerances(), variances)
-        if self.op == MOE_LAYER and self.problem.case.options.get("scales"):
-            return {name: math.hypot(limit, OTHER_STEPS) for name, limit in limits.items()}
+        limits = widened(oracle.tolerances(), variances)
+        if isinstance(oracle, MoeLayerCase) and self.problem.case.options.get("scales"):
+            limit = math.hypot(oracle.rounded * math.sqrt(variances), OTHER_STEPS)
+            return dict.fromkeys(limits, limit)
         return limits
 
 
