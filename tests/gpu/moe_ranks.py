@@ -244,7 +244,9 @@ class Work(calls.Work):
             self.moe, name, got, self.rank, self.world, turn
         )
 
-    def _home(self, turn: int, between: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _home(
+        self, turn: int, between: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """In float64 of the outputs as they should be, rounded once, or as they are ``between``: the
         own tokens' results, and the sums of their terms' absolute values."""
         case, shape = self.moe, self.shape

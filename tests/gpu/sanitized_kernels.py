@@ -47,7 +47,7 @@ _TAKING = (
     "attention::sum_kernel", "attention::watch_kernel", "collectives::all_gather_kernel",
     "collectives::all_reduce_one_shot_kernel", "collectives::mail_all_gather_kernel",
     "collectives::mail_all_reduce_twice_kernel", "collectives::mail_reduce_kernel",
-    "collectives::reduce_kernel", "collectives::sum_parts_kernel", "land_kernel",
+    "collectives::reduce_kernel", "collectives::sum_parts_kernel", "land_kernel", "mailed_tiles",
     "moe::push_wanted_kernel", "moe::sum_ranks_kernel", "moe::sum_rows_kernel", "put_kernel",
     "rendezvous_kernel", "scale_results_kernel", "sum_rows_kernel",
     "sum_rows_twice_kernel",
