@@ -40,7 +40,6 @@ AT_A_TIME = 6
 NAMES = "names"
 """In a tool's place: nothing watches."""
 OF_OTHERS = "it reads what other ranks wrote, which initcheck takes for what nobody wrote"
-OF_SCALED_EXPERTS = "it runs beside experts in e4m3 alone, in whose products racecheck errs"
 BESIDE_CUBLAS = "it runs beside cuBLAS' kernels alone, where racecheck itself fails"
 _TAKING = (
     "attention::await_part_kernel", "attention::put_kernel", "attention::ring_attention",
@@ -56,7 +55,6 @@ _BESIDE = ("collectives::sum_parts_kernel", "rendezvous_kernel", "scale_results_
 UNWATCHED: dict[tuple[str, str], str] = {
     **{(f"mkernel::hopper::{name}", "initcheck"): OF_OTHERS for name in _TAKING},
     **{(f"mkernel::hopper::{name}", "racecheck"): BESIDE_CUBLAS for name in _BESIDE},
-    ("mkernel::hopper::moe::quantise_rows_kernel", "racecheck"): OF_SCALED_EXPERTS,
 }
 """Why a tool does not watch a kernel: it runs in worlds of several ranks only, and ..."""
 

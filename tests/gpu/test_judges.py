@@ -11,6 +11,7 @@ from moe_ranks import Moe
 
 import mkernel
 from mkernel.cases import case_of, compare
+from mkernel.cases.base import every_row
 from mkernel.cases.gemm import GemmCase
 
 ROUNDED = torch.finfo(torch.bfloat16)
@@ -120,6 +121,33 @@ def test_sums_of_gated_experts_stay_in_float16(rank: int, monkeypatch: pytest.Mo
         ):
             found["home"] = wrong.to(torch.float16)
             assert ["GEMM+combine" in text for text in work.failure(1, found)] == [True]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_combines_of_scaled_experts_are_judged_by_their_rows_and_by_the_reference(
+    kind: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An element on the other side of a step is right where rows say so. Sums of others' rows are
+    wrong, also where those came home likewise, and so are sums that are not of their rows."""
+    monkeypatch.setattr(mkernel, "world", lambda: World(0, 2))
+    dtype = str(kind).removeprefix("torch.")
+    shape = Moe(3, 128, 128, dtype=dtype, scales=True, activation="silu_and_mul")
+    work = shape.work(seed, "cpu")
+    case, truth = work.moe, work.case.reference(0, 2, 1)
+    slots = case._activate(case._sent(0, 2, 1, every_row)).transpose(0, 1).contiguous().to(kind)
+    slots.view(-1)[slots.double().abs().argmax()] *= 1 + torch.finfo(kind).eps
+    limit = work.case.tolerances()["out"]
+    for off, rows, right in (
+        (0.0, slots, True),
+        (0.0, slots.roll(1, 1), False),
+        (2 * limit, slots, False),
+    ):
+        out = torch.einsum("tk,kti->ti", case._weights(0, 1).double(), rows.double()) * (1 + off)
+        found = {"outputs": truth["outputs"].to(kind), "counts": truth["counts"], "slots": rows}
+        wrong = work.failure(1, found | {"out": out.to(kind)})
+        assert all("out is off" in text for text in wrong)
+        assert bool(wrong) != right, wrong
 
 
 def test_rows_that_repeat_are_few_elements(monkeypatch: pytest.MonkeyPatch) -> None:
