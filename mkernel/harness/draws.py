@@ -44,6 +44,8 @@ SPENT: Mapping[int, str] = MappingProxyType(
         41: "`fused` was fitted to it",
         20261130: "of few rows; a warp of its own counts blocks since, by what was seen of it",
         20261202: "of few rows; what rows of a box beyond its matrix cost was found by it",
+        43: "of few rows; measured beside the ways of plans",
+        44: "measured beside the ways of plans",
         20261128: "measured before ways of plans were taken away, with the constants of that time",
     }
 )
