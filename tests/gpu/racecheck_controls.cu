@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "backends/accelerators/hopper/ptx/mbarrier.cuh"
+#include "backends/accelerators/cuda/ptx/mbarrier.cuh"
 
 using mkernel::hopper::ptx::Mbarrier;
 

@@ -42,19 +42,23 @@ NAMES = "names"
 OF_OTHERS = "it reads what other ranks wrote, which initcheck takes for what nobody wrote"
 BESIDE_CUBLAS = "it runs beside cuBLAS' kernels alone, where racecheck itself fails"
 _TAKING = (
-    "attention::await_part_kernel", "attention::put_kernel", "attention::ring_attention",
-    "attention::sum_kernel", "attention::watch_kernel", "collectives::all_gather_kernel",
-    "collectives::all_reduce_one_shot_kernel", "collectives::mail_all_gather_kernel",
-    "collectives::mail_all_reduce_twice_kernel", "collectives::mail_reduce_kernel",
-    "collectives::reduce_kernel", "collectives::sum_parts_kernel", "land_kernel", "mailed_tiles",
-    "moe::push_wanted_kernel", "moe::sum_ranks_kernel", "moe::sum_rows_kernel", "put_kernel",
-    "rendezvous_kernel", "scale_results_kernel", "sum_rows_kernel",
-    "sum_rows_twice_kernel",
+    "cuda::attention::await_part_kernel", "cuda::attention::put_kernel", "hopper::attention::ring_attention",
+    "cuda::attention::sum_kernel", "cuda::attention::watch_kernel", "cuda::collectives::all_gather_kernel",
+    "cuda::collectives::all_reduce_one_shot_kernel", "cuda::collectives::mail_all_gather_kernel",
+    "cuda::collectives::mail_all_reduce_twice_kernel", "cuda::collectives::mail_reduce_kernel",
+    "cuda::collectives::reduce_kernel", "cuda::collectives::sum_parts_kernel", "cuda::land_kernel", "hopper::mailed_tiles",
+    "cuda::moe::push_wanted_kernel", "cuda::moe::sum_ranks_kernel", "cuda::moe::sum_rows_kernel", "cuda::put_kernel",
+    "cuda::rendezvous_kernel", "cuda::scale_results_kernel", "cuda::sum_rows_kernel",
+    "cuda::sum_rows_twice_kernel",
 )  # fmt: skip
-_BESIDE = ("collectives::sum_parts_kernel", "rendezvous_kernel", "scale_results_kernel")
+_BESIDE = (
+    "cuda::collectives::sum_parts_kernel",
+    "cuda::rendezvous_kernel",
+    "cuda::scale_results_kernel",
+)
 UNWATCHED: dict[tuple[str, str], str] = {
-    **{(f"mkernel::hopper::{name}", "initcheck"): OF_OTHERS for name in _TAKING},
-    **{(f"mkernel::hopper::{name}", "racecheck"): BESIDE_CUBLAS for name in _BESIDE},
+    **{(f"mkernel::{name}", "initcheck"): OF_OTHERS for name in _TAKING},
+    **{(f"mkernel::{name}", "racecheck"): BESIDE_CUBLAS for name in _BESIDE},
 }
 """Why a tool does not watch a kernel: it runs in worlds of several ranks only, and ..."""
 

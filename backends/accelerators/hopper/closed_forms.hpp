@@ -11,6 +11,8 @@
 
 #include "topology/cost.hpp"
 
+#include "backends/accelerators/hopper/built_on.hpp"
+
 namespace mkernel::hopper {
 
 using topology::moved_us;

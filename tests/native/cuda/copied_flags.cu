@@ -32,9 +32,9 @@
 
 #include "backends/accelerators/cuda/error.hpp"
 #include "backends/accelerators/cuda/memory.hpp"
+#include "backends/accelerators/cuda/ptx/bulk.cuh"
+#include "backends/accelerators/cuda/ptx/sync.cuh"
 #include "backends/accelerators/cuda/small_launch.cuh"
-#include "backends/accelerators/hopper/ptx/bulk.cuh"
-#include "backends/accelerators/hopper/ptx/sync.cuh"
 #include "backends/transport/device_wait.cuh"
 
 using namespace mkernel::transport;
@@ -42,7 +42,7 @@ using mkernel::cuda::check;
 using mkernel::cuda::DeviceMemory;
 using mkernel::cuda::launch_small;
 using mkernel::cuda::load_kernel;
-namespace ptx = mkernel::hopper::ptx;
+namespace ptx = mkernel::cuda::ptx;
 
 namespace {
 

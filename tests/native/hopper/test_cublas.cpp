@@ -7,12 +7,12 @@
 #include <string>
 
 #include "backends/accelerators/cuda/error.hpp"
-#include "backends/accelerators/hopper/host/gemm/cublas.hpp"
-#include "backends/accelerators/hopper/host/gemm/cublas_handle.hpp"
+#include "backends/accelerators/cuda/host/gemm/cublas.hpp"
+#include "backends/accelerators/cuda/host/gemm/cublas_handle.hpp"
 #include "tests/native/hopper/fake_cublas.hpp"
 #include "tests/native/nics/check.hpp"
 
-using namespace mkernel::hopper;
+using namespace mkernel::cuda;
 using mkernel::nics::testing::library;
 
 namespace {

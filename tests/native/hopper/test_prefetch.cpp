@@ -5,9 +5,9 @@
 #include <initializer_list>
 #include <map>
 
-#include "backends/accelerators/hopper/kernels/prefetch.hpp"
+#include "backends/accelerators/cuda/kernels/prefetch.hpp"
 
-using mkernel::hopper::Prefetch;
+using mkernel::cuda::Prefetch;
 
 namespace {
 

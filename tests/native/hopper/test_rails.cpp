@@ -5,9 +5,9 @@
 #include <set>
 #include <utility>
 
-#include "backends/accelerators/hopper/device/rails.cuh"
+#include "backends/accelerators/cuda/device/rails.cuh"
 
-using mkernel::hopper::Rails;
+using mkernel::cuda::Rails;
 using mkernel::transport::WordPattern;
 
 namespace {

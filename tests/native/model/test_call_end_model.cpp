@@ -7,7 +7,7 @@
 #include "tests/native/model/device.hpp"
 #include "tests/native/model/protocol.hpp"
 // clang-format off: these are compiled as for a device
-#include "backends/accelerators/hopper/device/call.cuh"
+#include "backends/accelerators/cuda/device/call.cuh"
 // clang-format on
 
 using namespace mkernel;
@@ -69,14 +69,14 @@ class Calls : public model::Scenario {
 
   private:
     struct Rank {
-        hopper::Control control;
+        cuda::Control control;
         std::array<transport::SetWord, kBlocks> arrived;
         int inbox[kBlocks][2]{};  // plain, by block and by parity of the call
         std::uint64_t ended = 0;  // blocks, of all calls
     };
 
     void run(int rank, int block) {
-        hopper::Workspace workspace;
+        cuda::Workspace workspace;
         workspace.rank = workspace.network.rank = rank;
         workspace.one_node = end_ != End::nodes;
         for (int each = 0; each < kRanks; ++each) {
@@ -92,13 +92,13 @@ class Calls : public model::Scenario {
         }
     }
 
-    void kernel(const hopper::Workspace& workspace, Rank& peer, Rank& own, int block,
+    void kernel(const cuda::Workspace& workspace, Rank& peer, Rank& own, int block,
                 std::uint64_t epoch) {
-        const auto waiter = hopper::waiter_of(workspace, {}, transport::Waiter::kernel);
+        const auto waiter = cuda::waiter_of(workspace, {}, transport::Waiter::kernel);
         const bool ahead =
             end_ == End::ahead || end_ >= End::ahead_no_fences || end_ == End::ahead_one_memory;
         std::uint64_t& number = own.control.state.epoch;
-        std::optional<hopper::BriefBlock> brief;
+        std::optional<cuda::BriefBlock> brief;
         if (ahead) {
             if (end_ != End::recounted) model::reads(&number);
             brief.emplace(workspace);
@@ -120,9 +120,9 @@ class Calls : public model::Scenario {
         }
         if (end_ != End::early) read();
         if (end_ == End::brief || end_ == End::one_memory) {
-            hopper::finish_brief_call(workspace, epoch);
+            cuda::finish_brief_call(workspace, epoch);
         } else if (!ahead) {
-            hopper::finish_call(workspace, waiter, epoch);
+            cuda::finish_call(workspace, waiter, epoch);
         }
         if (end_ == End::early) read();
     }

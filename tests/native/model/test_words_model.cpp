@@ -115,7 +115,7 @@ class Republish : public Padded {
     int data_ = 0;
 };
 
-// Ranks that send each other mail in several calls (hopper's device/mailbox.cuh): a word that is not zero has
+// Ranks that send each other mail in several calls (cuda's device/mailbox.cuh): a word that is not zero has
 // come, and its reader writes zero back, which must be ordered before what is sent there next. `halves`: areas,
 // by the number of the call. That a grid begins when the grid before has completed stands here in the orders of
 // sending and looking.
@@ -177,7 +177,7 @@ class Mail : public model::Scenario {
     Areas<char> places_{};  // the words again, as data whose stores must be ordered
 };
 
-// Calls of two exchanges by mail: owners add up what comes from all ranks and send sums to all (hopper's
+// Calls of two exchanges by mail: owners add up what comes from all ranks and send sums to all (cuda's
 // kernels/collectives/mail.hpp). Nothing but two things orders one word with another: a grid begins when
 // the grid before it on its device has completed, and a sum is made of what has come; each is a fence here.
 // A reader clears words late, behind the sums that it sends. All ranks own something in odd calls, and

@@ -52,7 +52,7 @@ def _compiled(unit: str, architecture: str, folder: Path) -> Path:
         "nvcc", "-I", str(ROOT), "-std=c++20", "-O3", "--expt-relaxed-constexpr",
         f"-gencode=arch=compute_{architecture},code=sm_{architecture}", "-cubin",
         "--keep", "--keep-dir", str(made.parent), "-o", str(made),
-        str(ROOT / f"backends/accelerators/hopper/{unit}.cu"),
+        str(ROOT / f"backends/accelerators/cuda/{unit}.cu"),
     )  # fmt: skip
     return made
 

@@ -11,18 +11,19 @@ PYBIND11_MODULE(_hopper, module) {
     py::module_::import("mkernel.backends.transport._transport");
     py::module_::import(
         "mkernel.backends.accelerators.cuda._cuda");  // it makes CudaError known to Python
-    mkernel::hopper::bind_calls(module);
-    mkernel::hopper::bind_transfer(module);
-    mkernel::hopper::bind_landing(module);
+    mkernel::cuda::bind_calls(module);
+    mkernel::cuda::bind_world(module);
+    mkernel::cuda::bind_transfer(module);
+    mkernel::cuda::bind_landing(module);
     mkernel::hopper::bind_gemm(module);
-    mkernel::hopper::bind_collectives(
-        module);  // after DeviceWorld and RowNorm, which bind_gemm binds
+    mkernel::cuda::bind_collectives(
+        module);  // after DeviceWorld and RowNorm, which bind_world binds
     mkernel::hopper::bind_attention(module);  // likewise
-    mkernel::hopper::bind_parts(module);      // likewise
+    mkernel::cuda::bind_parts(module);        // likewise
     mkernel::hopper::bind_moe(module);        // likewise
     mkernel::hopper::bind_starters(module);
-    mkernel::hopper::bind_products(module);
-    mkernel::hopper::bind_cublas(module);  // after LibraryProduct, which bind_products binds
-    mkernel::hopper::bind_library_starter(module);
-    mkernel::hopper::bind_parts_starter(module);
+    mkernel::cuda::bind_products(module);
+    mkernel::cuda::bind_cublas(module);  // after LibraryProduct, which bind_products binds
+    mkernel::cuda::bind_library_starter(module);
+    mkernel::cuda::bind_parts_starter(module);
 }

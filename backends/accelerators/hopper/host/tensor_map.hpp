@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/tile/boxes.cuh"
 
 namespace mkernel::hopper {

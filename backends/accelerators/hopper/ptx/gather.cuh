@@ -5,7 +5,8 @@
 
 #include <cstdint>
 
-#include "backends/accelerators/hopper/ptx/mbarrier.cuh"
+#include "backends/accelerators/cuda/ptx/mbarrier.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 
 namespace mkernel::hopper::ptx {
 

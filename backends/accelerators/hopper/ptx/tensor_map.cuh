@@ -3,6 +3,8 @@
 
 #include <cuda.h>
 
+#include "backends/accelerators/hopper/built_on.hpp"
+
 namespace mkernel::hopper::ptx {
 
 // Copies a map to `to`: 128 bytes of global memory, aligned to as many, of this thread alone. Bulk copies of

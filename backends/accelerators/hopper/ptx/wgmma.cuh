@@ -15,7 +15,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "backends/accelerators/hopper/ptx/mbarrier.cuh"
+#include "backends/accelerators/cuda/ptx/mbarrier.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 
 namespace mkernel::hopper::ptx {
 

@@ -15,9 +15,10 @@
 
 #include <cstdint>
 
-#include "backends/accelerators/hopper/ptx/mbarrier.cuh"
-#include "backends/accelerators/hopper/ptx/sync.cuh"
-#include "backends/accelerators/hopper/ptx/tensor.cuh"
+#include "backends/accelerators/cuda/ptx/mbarrier.cuh"
+#include "backends/accelerators/cuda/ptx/sync.cuh"
+#include "backends/accelerators/cuda/ptx/tensor.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 
 namespace mkernel::hopper {
 

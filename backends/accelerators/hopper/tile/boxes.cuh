@@ -3,6 +3,9 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "backends/accelerators/hopper/built_on.hpp"
 
 namespace mkernel::hopper {
 

@@ -1,6 +1,7 @@
 // The loader's side of the stages: one thread of the block.
 #pragma once
 
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/tile/block.cuh"
 #include "backends/accelerators/hopper/tile/boxes.cuh"
 

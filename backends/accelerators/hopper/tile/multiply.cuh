@@ -3,12 +3,13 @@
 // accumulators that ptx/wgmma.cuh describes.
 #pragma once
 
-#include "backends/accelerators/hopper/ptx/matrix.cuh"
-#include "backends/accelerators/hopper/ptx/sync.cuh"
-#include "backends/accelerators/hopper/ptx/vector.cuh"
+#include "backends/accelerators/cuda/kernels/e4m3.cuh"
+#include "backends/accelerators/cuda/ptx/matrix.cuh"
+#include "backends/accelerators/cuda/ptx/sync.cuh"
+#include "backends/accelerators/cuda/ptx/vector.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/ptx/wgmma.cuh"
 #include "backends/accelerators/hopper/tile/block.cuh"
-#include "backends/accelerators/hopper/tile/e4m3.cuh"
 #include "backends/accelerators/hopper/tile/operand_scales.cuh"
 
 namespace mkernel::hopper {

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "backends/accelerators/hopper/built_on.hpp"
+
 namespace mkernel::hopper {
 
 // The scales of a rank's rows of A and of all of B: `single`, one each; else by rows, [rows] and [N].

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include "backends/accelerators/hopper/built_on.hpp"
+
 namespace mkernel::hopper {
 
 // The tiles of one matrix, in bands of `band` cluster rows, down the band first: tiles in flight

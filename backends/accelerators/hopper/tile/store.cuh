@@ -1,6 +1,7 @@
 // The storer's side of the slices: one thread of the block.
 #pragma once
 
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/tile/block.cuh"
 
 namespace mkernel::hopper {

@@ -4,6 +4,7 @@
 // it once more.
 #pragma once
 
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/tile/block.cuh"
 
 namespace mkernel::hopper {

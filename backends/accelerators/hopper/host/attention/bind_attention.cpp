@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "backends/accelerators/cuda/device.hpp"
-#include "backends/accelerators/hopper/host/attention/transfers.hpp"
+#include "backends/accelerators/cuda/host/attention/transfers.hpp"
+#include "backends/accelerators/cuda/kernels/attention/parts.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
 #include "backends/accelerators/hopper/kernels/attention/core.hpp"
-#include "backends/accelerators/hopper/kernels/attention/parts.hpp"
 #include "backends/accelerators/hopper/kernels/attention/ring_attention.hpp"
 
 namespace py = pybind11;

@@ -8,12 +8,10 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <vector>
 
-#include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/host/require.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
-#include "backends/accelerators/hopper/host/device_network.hpp"
 #include "backends/accelerators/hopper/host/gemm/few_rows.hpp"
 #include "backends/accelerators/hopper/host/gemm/fused.hpp"
 #include "backends/accelerators/hopper/host/gemm/pipelined.hpp"
@@ -25,35 +23,6 @@ using namespace py::literals;
 
 namespace mkernel::hopper {
 namespace {
-
-constexpr std::uint64_t kAlignment = 16;  // of whatever tensor maps and bulk copies address
-
-void require(bool holds, const std::string& name, std::int64_t value, const std::string& legal) {
-    if (!holds) {
-        throw std::invalid_argument(name + " = " + std::to_string(value) + "; expected " + legal);
-    }
-}
-
-void require_positive(const std::string& name, std::int64_t value) {
-    require(value >= 1, name, value, "at least 1");
-}
-
-void require_aligned(const std::string& name, std::uint64_t address) {
-    require(address != 0 && address % kAlignment == 0, name, static_cast<std::int64_t>(address),
-            "an address that is a multiple of " + std::to_string(kAlignment));
-}
-
-DeviceWorld world_of(const std::vector<std::uint64_t>& workspaces, int rank, std::uint64_t control,
-                     double timeout_s, std::uint32_t call, const std::optional<Network>& network) {
-    const auto ranks = static_cast<int>(workspaces.size());
-    require(ranks >= 1 && ranks <= kMaxRanks, "ranks", ranks, "1 to " + std::to_string(kMaxRanks));
-    require(rank >= 0 && rank < ranks, "rank", rank, "0 to " + std::to_string(ranks - 1));
-    for (int other = 0; other < ranks; ++other) {
-        const bool far = network && other != rank && workspaces[other] == 0;
-        if (!far) require_aligned("workspace", workspaces[other]);
-    }
-    return {workspaces, network.value_or(Network{}), rank, control, timeout_s, call};
-}
 
 void require_pitch(const std::string& name, std::int64_t pitch) {
     constexpr std::int64_t step = kAlignment / kElementBytes;
@@ -132,19 +101,6 @@ ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_column
             .hierarchical = hierarchical};
 }
 
-RowNorm row_norm(std::uint64_t weight, std::uint64_t residual, std::uint64_t residual_out,
-                 float eps, std::uint64_t quantised, std::uint64_t quantised_scale) {
-    require_aligned("weight", weight);
-    require_aligned("residual_out", residual_out);
-    if (residual != 0) require_aligned("residual", residual);
-    return {.weight = reinterpret_cast<const void*>(weight),
-            .residual = reinterpret_cast<const void*>(residual),
-            .residual_out = reinterpret_cast<void*>(residual_out),
-            .eps = eps,
-            .quantised = reinterpret_cast<void*>(quantised),
-            .scales = reinterpret_cast<float*>(quantised_scale)};
-}
-
 FewRowsSchedule few_rows_schedule(int m, int splits, bool unrounded, FewRowsExchange exchange,
                                   bool tiled) {
     require(m >= 1 && (tiled || m <= kMostFewRows), "m", m,
@@ -155,14 +111,6 @@ FewRowsSchedule few_rows_schedule(int m, int splits, bool unrounded, FewRowsExch
     require(splits >= 1 && splits <= kMostSplits, "splits", splits,
             "1 to " + std::to_string(kMostSplits));
     return {m, splits, unrounded, exchange, tiled};
-}
-
-void bind_network(py::module_& module) {
-    py::class_<Network>(module, "Network");
-    py::class_<DeviceNetwork>(module, "DeviceNetwork")
-        .def(py::init<int, std::uint64_t, std::uint64_t, bool>(), "device"_a, "fifo"_a, "pad"_a,
-             "ordered"_a, py::call_guard<py::gil_scoped_release>())
-        .def("of", &DeviceNetwork::of, "area"_a, "staged"_a, "region"_a, "offset"_a);
 }
 
 void bind_data(py::module_& module) {
@@ -178,18 +126,6 @@ void bind_data(py::module_& module) {
         .value("none", Scaling::none)
         .value("by_rows", Scaling::by_rows)
         .value("single", Scaling::single);
-    py::class_<DeviceWorld>(module, "DeviceWorld")
-        .def(py::init(&world_of), "workspaces"_a, "rank"_a, "control"_a, "timeout_s"_a, "call"_a,
-             "network"_a = py::none())
-        .def(
-            "of_call",
-            [](DeviceWorld world, std::uint32_t number, double timeout_s) {
-                world.call = number;
-                world.timeout_s = timeout_s;
-                return world;
-            },
-            "number"_a, "timeout_s"_a);
-    module.attr("NETWORK_WORDS") = kNetworkWords;
     py::class_<GemmTensors>(module, "GemmTensors")
         .def(py::init(&gemm_tensors), "a"_a, "b"_a, "out"_a, "bias"_a = 0, "a_pitch"_a = 0,
              "b_pitch"_a = 0, "a_scale"_a = 0, "b_scale"_a = 0)
@@ -222,10 +158,6 @@ void bind_data(py::module_& module) {
                 return schedule;
             },
             "given"_a);
-    module.attr("MAX_FLAGS") = kFlags;
-    module.attr("MAX_COPIED_CHUNKS") = kEpochCopies;
-    module.attr("DATA_OFFSET") = kDataOffset;
-    module.def("epoch_offsets", &epoch_offsets);
 }
 
 void bind_pipelined(py::module_& module) {
@@ -254,9 +186,6 @@ void bind_pipelined(py::module_& module) {
 }
 
 void bind_few_rows(py::module_& module) {
-    py::class_<RowNorm>(module, "RowNorm")
-        .def(py::init(&row_norm), py::kw_only(), "weight"_a, "residual"_a = 0, "residual_out"_a,
-             "eps"_a, "quantised"_a = 0, "quantised_scale"_a = 0);
     py::enum_<FewRowsExchange>(module, "FewRowsExchange")
         .value("gemm_all_reduce", FewRowsExchange::all_reduce)
         .value("gemm_reduce_scatter", FewRowsExchange::reduce_scatter);
@@ -277,14 +206,12 @@ void bind_few_rows(py::module_& module) {
     module.attr("MOST_SPLITS") = kMostSplits;
     module.attr("FEW_COLUMNS") = kFewColumns;
     module.attr("FEW_DEPTH_BYTES") = kFewDepthBytes;
-    module.attr("MAIL_BYTES") = kMailBytes;
     module.def("check_few_rows", &check_few_rows, "world"_a, "n"_a, "schedule"_a);
 }
 
 }  // namespace
 
 void bind_gemm(py::module_& module) {
-    bind_network(module);
     bind_data(module);
     bind_pipelined(module);
     bind_few_rows(module);
@@ -305,17 +232,6 @@ void bind_gemm(py::module_& module) {
                "schedule"_a, "wait"_a, "stream"_a, released);
     module.def("gemm_reduce", on_device(&gemm_reduce), "device"_a, "world"_a, "product"_a,
                "schedule"_a, "stream"_a, released);
-    using Copy = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>;  // to, from, bytes
-    module.def(
-        "rendezvous",
-        [](int device, const DeviceWorld& world, const std::vector<Copy>& copies,
-           std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            LastCopies last;
-            for (const auto& [to, from, nbytes] : copies) last.add(to, from, nbytes);
-            rendezvous(world, last, stream);
-        },
-        "device"_a, "world"_a, "copies"_a, "stream"_a, released);
 }
 
 }  // namespace mkernel::hopper

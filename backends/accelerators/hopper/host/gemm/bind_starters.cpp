@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/host/call_starter.hpp"
+#include "backends/accelerators/cuda/host/collectives/summed_rows.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
-#include "backends/accelerators/hopper/host/call_starter.hpp"
-#include "backends/accelerators/hopper/host/collectives/summed_rows.hpp"
 #include "backends/accelerators/hopper/host/gemm/few_rows.hpp"
 #include "backends/accelerators/hopper/host/gemm/gathered_copies.hpp"
 #include "backends/accelerators/hopper/host/gemm/pipelined.hpp"

@@ -3,7 +3,8 @@
 
 #include <cstdint>
 
-#include "backends/accelerators/hopper/host/device_world.hpp"
+#include "backends/accelerators/cuda/host/device_world.hpp"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/host/gemm/fused.hpp"
 #include "backends/accelerators/hopper/host/gemm/pipelined.hpp"
 #include "backends/accelerators/hopper/kernels/gemm/few_rows.cuh"

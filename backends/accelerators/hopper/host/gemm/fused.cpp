@@ -389,8 +389,4 @@ void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceS
                 "launching gemm_reduce");
 }
 
-void rendezvous(const DeviceWorld& world, const LastCopies& copies, std::uint64_t stream) {
-    rendezvous(workspace_of(world), limits_of(world), copies, cuda::stream_at(stream));
-}
-
 }  // namespace mkernel::hopper

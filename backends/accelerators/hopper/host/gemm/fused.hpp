@@ -7,11 +7,12 @@
 #include <cstdint>
 #include <vector>
 
-#include "backends/accelerators/hopper/device/landing.cuh"
-#include "backends/accelerators/hopper/host/device_world.hpp"
+#include "backends/accelerators/cuda/device/landing.cuh"
+#include "backends/accelerators/cuda/host/device_world.hpp"
+#include "backends/accelerators/cuda/kernels/rendezvous.hpp"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/host/tensor_map.hpp"
 #include "backends/accelerators/hopper/kernels/gemm/all_gather_gemm.cuh"
-#include "backends/accelerators/hopper/kernels/rendezvous.hpp"
 #include "backends/accelerators/hopper/tile/operand_scales.cuh"
 
 namespace mkernel::hopper {
@@ -132,8 +133,5 @@ struct ReduceSchedule {
 };
 void gemm_reduce(const DeviceWorld& world, const Product& product, const ReduceSchedule& schedule,
                  std::uint64_t stream);
-
-// Makes the copies, and the stream go on once every rank has made its own; kernels/rendezvous.hpp.
-void rendezvous(const DeviceWorld& world, const LastCopies& copies, std::uint64_t stream);
 
 }  // namespace mkernel::hopper

@@ -35,7 +35,7 @@ void GatheredCopies::start(const CallOnce& call, std::uint64_t rows, std::uint64
     if (copies.count == 0) return;
     world_.call = call.number;
     world_.timeout_s = call.timeout_s;
-    rendezvous(world_, copies, call.stream);
+    rendezvous(workspace_of(world_), limits_of(world_), copies, cuda::stream_at(call.stream));
 }
 
 }  // namespace mkernel::hopper

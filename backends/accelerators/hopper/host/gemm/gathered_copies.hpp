@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/host/gemm/pipelined.hpp"
 
 namespace mkernel::hopper {

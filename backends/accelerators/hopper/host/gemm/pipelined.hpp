@@ -7,8 +7,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "backends/accelerators/hopper/host/call_order.hpp"
-#include "backends/accelerators/hopper/host/collectives/landing.hpp"
+#include "backends/accelerators/cuda/host/call_order.hpp"
+#include "backends/accelerators/cuda/host/collectives/landing.hpp"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/host/gemm/fused.hpp"
 
 namespace mkernel::hopper {

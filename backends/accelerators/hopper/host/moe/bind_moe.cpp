@@ -2,8 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "backends/accelerators/cuda/host/moe/far_slots.hpp"
 #include "backends/accelerators/hopper/host/bindings.hpp"
-#include "backends/accelerators/hopper/host/moe/far_slots.hpp"
 #include "backends/accelerators/hopper/host/moe/ops.hpp"
 
 namespace py = pybind11;

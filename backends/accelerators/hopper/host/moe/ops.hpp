@@ -12,14 +12,15 @@
 #include <optional>
 #include <tuple>
 
-#include "backends/accelerators/hopper/host/device_world.hpp"
+#include "backends/accelerators/cuda/host/device_world.hpp"
+#include "backends/accelerators/cuda/kernels/moe/far_slots.hpp"
+#include "backends/accelerators/cuda/kernels/moe/home.hpp"
+#include "backends/accelerators/cuda/kernels/moe/push_wanted.hpp"
+#include "backends/accelerators/cuda/kernels/moe/quantise_rows.hpp"
+#include "backends/accelerators/cuda/kernels/moe/routing.hpp"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/moe/dispatched_rows.hpp"
-#include "backends/accelerators/hopper/kernels/moe/far_slots.hpp"
 #include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
-#include "backends/accelerators/hopper/kernels/moe/home.hpp"
-#include "backends/accelerators/hopper/kernels/moe/push_wanted.hpp"
-#include "backends/accelerators/hopper/kernels/moe/quantise_rows.hpp"
-#include "backends/accelerators/hopper/kernels/moe/routing.hpp"
 
 namespace mkernel::hopper::moe {
 

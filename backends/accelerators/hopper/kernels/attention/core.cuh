@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/attention/loader.cuh"
 
 namespace mkernel::hopper::attention {

@@ -9,7 +9,8 @@
 
 #include <cstdint>
 
-#include "backends/accelerators/hopper/kernels/attention/parts.hpp"
+#include "backends/accelerators/cuda/kernels/attention/parts.hpp"
+#include "backends/accelerators/hopper/built_on.hpp"
 
 namespace mkernel::hopper::attention {
 

@@ -4,8 +4,9 @@
 
 #include <cstdint>
 
+#include "backends/accelerators/cuda/ptx/matrix.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/attention/core.hpp"
-#include "backends/accelerators/hopper/ptx/matrix.cuh"
 #include "backends/accelerators/hopper/ptx/wgmma.cuh"
 #include "backends/accelerators/hopper/tile/block.cuh"
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/attention/group.cuh"
 
 namespace mkernel::hopper::attention {

@@ -5,7 +5,8 @@
 
 #include <cstdint>
 
-#include "backends/accelerators/hopper/device/call.cuh"
+#include "backends/accelerators/cuda/device/call.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/attention/loader.cuh"
 #include "backends/accelerators/hopper/kernels/attention/ring_attention.hpp"
 

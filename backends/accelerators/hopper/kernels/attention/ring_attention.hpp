@@ -12,7 +12,8 @@
 
 #include <array>
 
-#include "backends/accelerators/hopper/host/device_world.hpp"
+#include "backends/accelerators/cuda/host/device_world.hpp"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/attention/core.hpp"
 
 namespace mkernel::hopper::attention {

@@ -30,7 +30,8 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/accelerators/cuda/device/workspace.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/tile/boxes.cuh"
 #include "backends/accelerators/hopper/tile/operand_scales.cuh"
 #include "backends/accelerators/hopper/tile/raster.cuh"

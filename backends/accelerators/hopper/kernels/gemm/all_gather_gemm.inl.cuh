@@ -3,13 +3,14 @@
 
 #include <type_traits>
 
-#include "backends/accelerators/hopper/device/call.cuh"
+#include "backends/accelerators/cuda/device/call.cuh"
+#include "backends/accelerators/cuda/transfer/bulk_copy.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/gemm/all_gather_gemm.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
 #include "backends/accelerators/hopper/tile/load.cuh"
 #include "backends/accelerators/hopper/tile/multiply.cuh"
 #include "backends/accelerators/hopper/tile/store.cuh"
-#include "backends/accelerators/hopper/transfer/bulk_copy.cuh"
 
 namespace mkernel::hopper {
 

@@ -1,8 +1,9 @@
 // The kernel of few_rows.cuh.
 #pragma once
 
-#include "backends/accelerators/hopper/device/call.cuh"
-#include "backends/accelerators/hopper/device/prefetch.cuh"
+#include "backends/accelerators/cuda/device/call.cuh"
+#include "backends/accelerators/cuda/device/prefetch.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/gemm/few_rows/exchange.cuh"
 #include "backends/accelerators/hopper/kernels/gemm/few_rows/weights.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"

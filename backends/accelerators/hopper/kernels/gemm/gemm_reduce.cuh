@@ -46,8 +46,9 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "backends/accelerators/hopper/device/landing.cuh"
-#include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/accelerators/cuda/device/landing.cuh"
+#include "backends/accelerators/cuda/device/workspace.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/gemm/all_gather_gemm.cuh"
 #include "backends/accelerators/hopper/tile/boxes.cuh"
 #include "backends/accelerators/hopper/tile/raster.cuh"

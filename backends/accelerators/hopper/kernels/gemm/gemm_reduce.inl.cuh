@@ -3,7 +3,8 @@
 
 #include <type_traits>
 
-#include "backends/accelerators/hopper/device/call.cuh"
+#include "backends/accelerators/cuda/device/call.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/gemm/gemm_reduce.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
 #include "backends/accelerators/hopper/ptx/tensor_map.cuh"

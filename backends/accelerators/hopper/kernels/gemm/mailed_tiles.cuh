@@ -15,6 +15,7 @@
 // ranks, so the first slice that has not come anywhere waits for no other.
 #pragma once
 
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/gemm/all_gather_gemm.cuh"
 #include "backends/accelerators/hopper/kernels/gemm/few_rows.cuh"
 #include "backends/accelerators/hopper/tile/raster.cuh"

@@ -3,10 +3,11 @@
 
 #include <algorithm>
 
-#include "backends/accelerators/hopper/device/call.cuh"
-#include "backends/accelerators/hopper/device/mailbox.cuh"
-#include "backends/accelerators/hopper/device/prefetch.cuh"
-#include "backends/accelerators/hopper/kernels/eight.cuh"
+#include "backends/accelerators/cuda/device/call.cuh"
+#include "backends/accelerators/cuda/device/mailbox.cuh"
+#include "backends/accelerators/cuda/device/prefetch.cuh"
+#include "backends/accelerators/cuda/kernels/eight.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/gemm/mailed_tiles.cuh"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
 #include "backends/accelerators/hopper/tile/load.cuh"

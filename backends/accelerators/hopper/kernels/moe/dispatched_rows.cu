@@ -1,10 +1,10 @@
 #include "backends/accelerators/hopper/kernels/moe/dispatched_rows.hpp"
 
+#include "backends/accelerators/cuda/device/call.cuh"
+#include "backends/accelerators/cuda/kernels/e4m3.cuh"
+#include "backends/accelerators/cuda/ptx/vector.cuh"
 #include "backends/accelerators/cuda/small_launch.cuh"
-#include "backends/accelerators/hopper/device/call.cuh"
 #include "backends/accelerators/hopper/kernels/moe/token_rows.cuh"
-#include "backends/accelerators/hopper/ptx/vector.cuh"
-#include "backends/accelerators/hopper/tile/e4m3.cuh"
 
 namespace mkernel::hopper::moe {
 

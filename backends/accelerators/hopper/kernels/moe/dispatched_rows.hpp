@@ -7,6 +7,7 @@
 // At the end the call is over (device/call.cuh), once all ranks' tokens have come.
 #pragma once
 
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
 
 namespace mkernel::hopper::moe {

@@ -26,8 +26,9 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "backends/accelerators/hopper/device/workspace.cuh"
-#include "backends/accelerators/hopper/kernels/moe/tables.cuh"
+#include "backends/accelerators/cuda/device/workspace.cuh"
+#include "backends/accelerators/cuda/kernels/moe/tables.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/transport/host_control.hpp"
 
 namespace mkernel::hopper::moe {

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "backends/accelerators/cuda/small_launch.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/launch.cuh"
 #include "backends/accelerators/hopper/kernels/moe/gather_rows.cuh"
 #include "backends/accelerators/hopper/kernels/moe/parts.cuh"

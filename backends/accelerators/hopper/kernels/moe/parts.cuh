@@ -1,10 +1,11 @@
 // The parts of the tiles that a block computes, and the loads that its loader makes for them.
 #pragma once
 
+#include "backends/accelerators/cuda/kernels/e4m3.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
 #include "backends/accelerators/hopper/ptx/gather.cuh"
 #include "backends/accelerators/hopper/tile/block.cuh"
-#include "backends/accelerators/hopper/tile/e4m3.cuh"
 
 namespace mkernel::hopper::moe {
 

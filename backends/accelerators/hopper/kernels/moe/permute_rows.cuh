@@ -3,10 +3,11 @@
 // so tiles become ready in order whichever blocks run.
 #pragma once
 
-#include "backends/accelerators/hopper/device/call.cuh"
+#include "backends/accelerators/cuda/device/call.cuh"
+#include "backends/accelerators/cuda/ptx/vector.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
 #include "backends/accelerators/hopper/kernels/moe/token_rows.cuh"
-#include "backends/accelerators/hopper/ptx/vector.cuh"
 
 namespace mkernel::hopper::moe {
 

@@ -1,8 +1,9 @@
 // The storing of results from the slices: one warp of the block.
 #pragma once
 
+#include "backends/accelerators/cuda/ptx/vector.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/moe/parts.cuh"
-#include "backends/accelerators/hopper/ptx/vector.cuh"
 #include "backends/accelerators/hopper/tile/block.cuh"
 
 namespace mkernel::hopper::moe {

@@ -1,7 +1,8 @@
 // The place of a row's token: among the own ones, or in the workspace, where other ranks' tokens arrive.
 #pragma once
 
-#include "backends/accelerators/hopper/device/call.cuh"
+#include "backends/accelerators/cuda/device/call.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
 #include "backends/accelerators/hopper/tile/block.cuh"
 

@@ -1,7 +1,8 @@
 // A block of the kernel of few_rows.cuh: its threads, their barriers, its shared memory, its part of a tile.
 #pragma once
 
-#include "backends/accelerators/hopper/device/workspace.cuh"
+#include "backends/accelerators/cuda/device/workspace.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/gemm/few_rows.cuh"
 #include "backends/accelerators/hopper/ptx/wgmma.cuh"
 #include "backends/accelerators/hopper/tile/block.cuh"

@@ -1,8 +1,9 @@
 // The way from partial sums of a cluster's blocks to `out`: added up, sent to the peers, added to theirs.
 #pragma once
 
-#include "backends/accelerators/hopper/device/mailbox.cuh"
-#include "backends/accelerators/hopper/kernels/eight.cuh"
+#include "backends/accelerators/cuda/device/mailbox.cuh"
+#include "backends/accelerators/cuda/kernels/eight.cuh"
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/gemm/few_rows/block.cuh"
 #include "backends/accelerators/hopper/kernels/gemm/few_rows/scales.cuh"
 

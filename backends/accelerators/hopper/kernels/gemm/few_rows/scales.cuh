@@ -1,6 +1,7 @@
 // The scales of e4m3 operands, by which a rank's sums are multiplied.
 #pragma once
 
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/tile/operand_scales.cuh"
 
 namespace mkernel::hopper {

@@ -2,6 +2,7 @@
 // shared memory.
 #pragma once
 
+#include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/gemm/few_rows/block.cuh"
 
 namespace mkernel::hopper {

@@ -1,0 +1,50 @@
+// Slots of data that every rank sends whole to ranks of other nodes, by puts of a NIC: a slot a rank in the
+// data area, laid out alike on all of them (device/network.cuh).
+//
+// Data flow of one call on rank r:
+//   a tensor of r ──copied──▶ slot r of the own area ──put──▶ slot r of every rank of another node
+//   word of rank s ──one block, which runs until all have come──▶ flag s; where areas are staged, that block
+//        copies slot s into the data area first
+//
+// A kernel that waits for a flag may take all multiprocessors, and so keep out the block that sets it. It
+// cannot where it starts after a wait for the first of that block's flags: then the block runs.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "backends/accelerators/cuda/device/workspace.cuh"
+#include "backends/transport/host_control.hpp"
+
+namespace mkernel::cuda {
+
+// Slot s is at `offset` + s * `bytes` of the data area; flag `flag` + s signals that its data is there.
+// Offset and bytes are multiples of 4.
+struct FarSlots {
+    std::uint64_t offset, bytes;
+    std::uint32_t flag;
+};
+inline constexpr int kMostFarSlots = 2;
+
+struct Landing {
+    FarSlots slots[kMostFarSlots];
+    std::int32_t count;
+};
+
+// Loads the kernels here to the current device, (host/moe/ops.hpp: load).
+void load_far_slots();
+
+// All functions here queue on the current device's `stream`; may be captured. CudaError;
+// std::invalid_argument.
+
+// Puts `slots.bytes` of the own area, at `from` for the first rank of the world and `step` further for each
+// next one, into slot r of every rank of another node. Everything queued earlier on `stream` is put.
+void put_far(const Workspace& workspace, const transport::WaitLimits& limits, std::uint64_t from,
+             std::uint64_t step, const FarSlots& slots, cudaStream_t stream);
+
+// Sets the flags of data that other nodes put, slots by slots.
+void land_far(const Workspace& workspace, const transport::WaitLimits& limits,
+              const Landing& landing, cudaStream_t stream);
+
+}  // namespace mkernel::cuda
