@@ -3,7 +3,7 @@
     mkernel bench --shapes layers --peers \\
         mkernel-fused,mkernel-library,mkernel-parts,mkernel-halves,nccl+cublas,symm_mem \\
         --ranks 4 --json FILE                    on the GPUs
-    python bench/path_constants.py FILE... [--fit backends/accelerators/hopper/machine.json]
+    python bench/path_constants.py FILE... [--fit backends/accelerators/cuda/machine.json]
 
 A FILE is such a result, or ``bench/results/ways.json``, which has those of all fits. One line a shape:
 both paths and, where they took part, the library's in one and two parts of each rank measured and
@@ -29,10 +29,10 @@ import ways
 from machine_file import write_section
 from pydantic import ValidationError
 
+from mkernel.backends.accelerators.cuda.capabilities import OPS
+from mkernel.backends.accelerators.cuda.gemm import library_tuning, parts_tuning
+from mkernel.backends.accelerators.cuda.machine import machine
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.capabilities import OPS
-from mkernel.backends.accelerators.hopper.gemm import library_tuning, parts_tuning
-from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.harness.contenders import OURS
 from mkernel.plan import paths
 from mkernel.plan.model import DtypeName, GemmShape, LaunchPlan, OpName, ScaleMode

@@ -4,7 +4,7 @@
         --fast-accum --mode graph --peers mkernel-fused,mkernel-library --ranks 2 \\
         --json FILE                                                          on the GPUs
     python bench/scaled_constants.py FILE... [--held-out FILE...] \\
-        [--fit backends/accelerators/hopper/machine.json]
+        [--fit backends/accelerators/cuda/machine.json]
 
 One line a shape: both paths measured and predicted, the choice, and what it costs, the chosen path's
 time over the faster path's. ``--fit`` then searches constants that predict the measured times, wrong
@@ -29,9 +29,11 @@ import ways
 from machine_file import write_section
 from path_constants import STEPS, plan_of, searched
 
-from mkernel.backends.accelerators.hopper.gemm import parts_tuning, scaled_tuning
-from mkernel.backends.accelerators.hopper.machine import HopperMachine, Scaled, machine
-from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule, TilingName
+from mkernel.backends.accelerators.cuda.gemm import parts_tuning, scaled_tuning
+from mkernel.backends.accelerators.cuda.machine import HopperMachine, Scaled, machine
+from mkernel.backends.accelerators.cuda.schedule import TilingName
+from mkernel.backends.accelerators.hopper.gemm import scaled_tuning as fused_tuning
+from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule
 from mkernel.plan.arguments import Around
 from mkernel.plan.model import LaunchPlan, ScaleMode, Scales
 
@@ -53,7 +55,7 @@ class Sample:
     def predicted(self) -> tuple[float, float]:
         """By the constants that :func:`use` set."""
         constants = machine().constants
-        fused = scaled_tuning.fused(self.plan, self.tiling, CORES, constants)
+        fused = fused_tuning.fused(self.plan, self.tiling, CORES, constants)
         assert fused is not None
         library = min(
             scaled_tuning.times(self.plan, parts, CORES).pipelined
@@ -107,7 +109,7 @@ def samples(files: Iterable[Path]) -> Iterator[Sample]:
 def use(section: Scaled) -> None:
     """Predictions are by these constants from now on."""
     known: HopperMachine = machine().model_copy(update={"scaled": section})
-    scaled_tuning._MACHINE = known
+    scaled_tuning._MACHINE = fused_tuning._MACHINE = known
 
 
 def table(title: str, found: list[Sample]) -> None:

@@ -25,11 +25,11 @@ import torch
 from graphs import captured, medians_us
 from results_file import described
 
+from mkernel.backends.accelerators.cuda import _kernels as native
+from mkernel.backends.accelerators.cuda.machine import machine
 from mkernel.backends.accelerators.cuda.memory import DeviceMemory
-from mkernel.backends.accelerators.hopper import _hopper as native
+from mkernel.backends.accelerators.cuda.schedule import TilingName
 from mkernel.backends.accelerators.hopper.gemm import tuning
-from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.backends.accelerators.hopper.schedule import TilingName
 from mkernel.plan import paths
 from mkernel.plan.model import GemmShape
 

@@ -8,7 +8,7 @@ cost of a launch may be the longer one. Both are medians over repeats. Source an
 the same, so that copies of less than the L2 cache find their source there, as after a producer's
 kernel. Beside the engines: torch's copy_, launched.
 --engines writes the device times into the data file that the choice of an engine reads
-(backends/accelerators/hopper/machine.json).
+(backends/accelerators/cuda/machine.json).
 Bars, as ratios to the copy engine's rate at 256 MiB, at most 16 blocks: bulk put 0.89, bulk get 0.94;
 and at 1 MiB and below the bulk engine is faster than the copy engine.
 """
@@ -28,9 +28,8 @@ import results_file
 import torch
 from machine_file import write_section
 
-from mkernel.backends.accelerators.cuda import _cuda
+from mkernel.backends.accelerators.cuda import _cuda, _kernels
 from mkernel.backends.accelerators.cuda.memory import bytes_at
-from mkernel.backends.accelerators.hopper import _hopper
 from mkernel.harness.provenance import devices
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -82,8 +81,8 @@ class Memory:
             return tensor.to("cuda:0")
         seen = torch.empty(tensor.numel(), dtype=torch.uint8, device="cuda:0")
         stream = torch.cuda.current_stream().cuda_stream
-        plain = _hopper.Engine.plain
-        _hopper.copy(seen.data_ptr(), self.peer_address, seen.nbytes, plain, stream=stream)
+        plain = _kernels.Engine.plain
+        _kernels.copy(seen.data_ptr(), self.peer_address, seen.nbytes, plain, stream=stream)
         return seen
 
     def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -92,8 +91,8 @@ class Memory:
             tensor.copy_(values)
             return
         stream = torch.cuda.current_stream().cuda_stream
-        plain = _hopper.Engine.plain
-        _hopper.copy(self.peer_address, values.data_ptr(), values.nbytes, plain, stream=stream)
+        plain = _kernels.Engine.plain
+        _kernels.copy(self.peer_address, values.data_ptr(), values.nbytes, plain, stream=stream)
 
     def pair(self, direction: str) -> tuple[torch.Tensor, torch.Tensor, int, int] | None:
         """Destination and source as tensors, then as addresses for GPU 0; None without a peer."""
@@ -147,8 +146,8 @@ def measure(
             if engine == "torch":
                 dst[:nbytes].copy_(source, non_blocking=True)
             else:
-                kind = getattr(_hopper.Engine, engine)
-                _hopper.copy(to, from_, nbytes, kind, max(blocks, 1), stream=stream)
+                kind = getattr(_kernels.Engine, engine)
+                _kernels.copy(to, from_, nbytes, kind, max(blocks, 1), stream=stream)
 
     launched = median_us(batch, copies, repeat)
     device_us = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mkernel.backends.accelerators.hopper import device_session
+from mkernel.backends.accelerators.cuda import device_session
 from mkernel.backends.transport import _transport
 from mkernel.world.world import World
 

@@ -15,22 +15,20 @@ import torch
 from calls import Tensors
 
 import mkernel
-from mkernel.backends.accelerators.hopper.attention import backward as attention_backward
+from mkernel.backends.accelerators.cuda.attention import backward as attention_backward
+from mkernel.backends.accelerators.cuda.attention import in_parts as attention
+from mkernel.backends.accelerators.cuda.attention import in_pieces as attention_in_pieces
+from mkernel.backends.accelerators.cuda.attention import merge as attention_merge
+from mkernel.backends.accelerators.cuda.attention import ring as attention_ring
+from mkernel.backends.accelerators.cuda.attention import tuning as attention_tuning
+from mkernel.backends.accelerators.cuda.attention.documents import Bounds, Documents
+from mkernel.backends.accelerators.cuda.attention.library import attend
+from mkernel.backends.accelerators.cuda.attention.ring import Source
+from mkernel.backends.accelerators.cuda.schedule import AttentionInPiecesSchedule, AttentionSchedule
 from mkernel.backends.accelerators.hopper.attention import core as attention_core
-from mkernel.backends.accelerators.hopper.attention import in_parts as attention
-from mkernel.backends.accelerators.hopper.attention import in_pieces as attention_in_pieces
 from mkernel.backends.accelerators.hopper.attention import kernel as attention_kernel
-from mkernel.backends.accelerators.hopper.attention import merge as attention_merge
-from mkernel.backends.accelerators.hopper.attention import ring as attention_ring
-from mkernel.backends.accelerators.hopper.attention import tuning as attention_tuning
-from mkernel.backends.accelerators.hopper.attention.documents import Bounds, Documents
-from mkernel.backends.accelerators.hopper.attention.library import attend
-from mkernel.backends.accelerators.hopper.attention.ring import Source
-from mkernel.backends.accelerators.hopper.schedule import (
-    AttentionInPiecesSchedule,
-    AttentionKernelSchedule,
-    AttentionSchedule,
-)
+from mkernel.backends.accelerators.hopper.attention import tuning as kernel_tuning
+from mkernel.backends.accelerators.hopper.schedule import AttentionKernelSchedule
 from mkernel.cases import Case, case_of
 from mkernel.cases.comparison import compare
 from mkernel.plan.model import AttentionLayout, DtypeName, LaunchPlan
@@ -309,7 +307,10 @@ def _constants(**changes: Any) -> Iterator[None]:
     machine = attention_tuning._MACHINE
     how = machine.attention.model_copy(update=changes)
     other = machine.model_copy(update={"attention": how})
-    with mock.patch.object(attention_tuning, "_MACHINE", other):
+    with (
+        mock.patch.object(attention_tuning, "_MACHINE", other),
+        mock.patch.object(kernel_tuning, "_MACHINE", other),
+    ):
         yield
 
 

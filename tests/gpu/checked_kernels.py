@@ -29,10 +29,11 @@ from rows_ranks import Rows
 from torch.profiler import ProfilerActivity, profile
 
 import mkernel
+from mkernel.backends.accelerators.cuda.attention import in_parts as attention_op
+from mkernel.backends.accelerators.cuda.attention.library import Seen
+from mkernel.backends.accelerators.cuda.gemm import scaled_tuning
 from mkernel.backends.accelerators.cuda.native import device_clock
-from mkernel.backends.accelerators.hopper.attention import in_parts as attention_op
-from mkernel.backends.accelerators.hopper.attention.library import Seen
-from mkernel.backends.accelerators.hopper.gemm import scaled_tuning, tuning
+from mkernel.backends.accelerators.hopper.gemm import tuning
 from mkernel.cases import poison
 from mkernel.cases.poison import uninitialised_is_nan
 
@@ -262,14 +263,14 @@ def sums_between_nodes() -> list[str]:
 
 def copies_and_clocks() -> list[str]:
     """What benchmarks launch: copies by multiprocessors, a device's clock, and a stream held up."""
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.accelerators.cuda import _kernels
 
     stream = torch.cuda.current_stream().cuda_stream
     src = torch.randint(0, 255, (300_016,), dtype=torch.uint8, device="cuda")
     failures = []
-    for engine in (_hopper.Engine.bulk, _hopper.Engine.plain):
+    for engine in (_kernels.Engine.bulk, _kernels.Engine.plain):
         dst = torch.zeros_like(src)
-        _hopper.copy(dst.data_ptr(), src.data_ptr(), 300_001, engine, stream=stream)
+        _kernels.copy(dst.data_ptr(), src.data_ptr(), 300_001, engine, stream=stream)
         whole = torch.equal(dst[:300_001], src[:300_001]) and not dst[300_001:].any()
         failures += [] if whole else [f"{engine} copied something else"]
     clock = device_clock(torch.cuda.current_device())
@@ -385,12 +386,11 @@ def function_of(name: str) -> str:
 def compiled() -> dict[str, int]:
     """Kernels that the native modules hold, by name without template's arguments, and of each how
     many there are."""
-    from mkernel.backends.accelerators.cuda import _cuda
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.accelerators.cuda import _cuda, _kernels
 
     symbols = {
         symbol
-        for module in (_hopper, _cuda)
+        for module in (_kernels, _cuda)
         for symbol in re.findall(
             rb"\.nv\.constant0\.(_ZN7mkernel\w+)", Path(str(module.__file__)).read_bytes()
         )

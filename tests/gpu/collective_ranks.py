@@ -34,14 +34,14 @@ class Ranks:
     streams: list[torch.cuda.Stream] = field(init=False)
 
     def __post_init__(self) -> None:
-        from mkernel.backends.accelerators.hopper import _hopper
+        from mkernel.backends.accelerators.cuda import _kernels
 
         everyone = range(self.world)
-        nbytes = _hopper.DATA_OFFSET + self.staging_bytes
+        nbytes = _kernels.DATA_OFFSET + self.staging_bytes
         self.workspaces = [Buffer(rank, everyone, nbytes) for rank in everyone]
         for workspace in self.workspaces:
             workspace.bytes()[:8].view(torch.int64).fill_(1)  # the epoch
-        self.controls = [_hopper.ControlBlock() for _ in everyone]
+        self.controls = [_kernels.ControlBlock() for _ in everyone]
         self.streams = [torch.cuda.Stream(rank) for rank in everyone]
         # Loaded at its first launch, which must not be while a kernel of that GPU waits.
         self.on_each(lambda rank: self.delay(1))
@@ -54,13 +54,13 @@ class Ranks:
 
     def call(self, rank: int, *, blocks: int = 0, by_mail: bool = False) -> Any:
         """The native handle of one rank's next call."""
-        from mkernel.backends.accelerators.hopper import _hopper
+        from mkernel.backends.accelerators.cuda import _kernels
 
         workspaces = [workspace.address(rank) for workspace in self.workspaces]
-        world = _hopper.DeviceWorld(
+        world = _kernels.DeviceWorld(
             workspaces, rank, self.controls[rank].address, self.timeout_s, 7
         )
-        return _hopper.Collective(world, self.staging_bytes, blocks=blocks, by_mail=by_mail)
+        return _kernels.Collective(world, self.staging_bytes, blocks=blocks, by_mail=by_mail)
 
     def stream(self, rank: int) -> int:
         return self.streams[rank].cuda_stream
@@ -202,7 +202,7 @@ class Work:
 
     def launch(self, rank: int, *, blocks: int = 0) -> None:
         """This rank's call on its stream, and next on the stream a reader of its out."""
-        from mkernel.backends.accelerators.hopper import _hopper
+        from mkernel.backends.accelerators.cuda import _kernels
 
         by_mail = self.way in ("mail", "mail_twice")
         call = self.ranks.call(rank, blocks=blocks, by_mail=by_mail)
@@ -214,18 +214,18 @@ class Work:
             else [self.outs[rank].data_ptr()]
         )
         source = self.sources[rank].data_ptr()
-        element = getattr(_hopper.Element, self.element, None)
+        element = getattr(_kernels.Element, self.element, None)
         if self.name == "all_gather":
             nbytes = self.elements * self.dtype.itemsize
-            _hopper.all_gather(call, source, nbytes, addresses, stream, **self._beside(rank))
+            _kernels.all_gather(call, source, nbytes, addresses, stream, **self._beside(rank))
         elif self.name == "reduce_scatter":
-            _hopper.reduce_scatter(
+            _kernels.reduce_scatter(
                 call, element, source, self.elements, addresses[0], stream, **self._row(rank)
             )
         else:
             native_way = {"mail": "one_shot", "mail_twice": "two_shot"}.get(self.way, self.way)
-            way = getattr(_hopper.Way, native_way)
-            _hopper.all_reduce(
+            way = getattr(_kernels.Way, native_way)
+            _kernels.all_reduce(
                 call, element, source, self.elements, addresses, way, stream, **self._row(rank)
             )
         self.seen[rank].copy_(self.guarded[rank])

@@ -18,7 +18,7 @@ from torch import distributed
 from torch.profiler import ProfilerActivity, profile
 
 import mkernel
-from mkernel.backends.accelerators.hopper.schedule import ProductSchedule
+from mkernel.backends.accelerators.cuda.schedule import ProductSchedule
 
 GROUPS = 2
 

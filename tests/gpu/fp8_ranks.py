@@ -12,9 +12,10 @@ from calls import skewed
 from hopper_ranks import Shape
 
 import mkernel
-from mkernel.backends.accelerators.hopper.gemm import few_rows, products
+from mkernel.backends.accelerators.cuda.gemm import products
+from mkernel.backends.accelerators.cuda.gemm.parts_exchange import Running
+from mkernel.backends.accelerators.hopper.gemm import few_rows
 from mkernel.backends.accelerators.hopper.gemm import fused as gemm
-from mkernel.backends.accelerators.hopper.gemm.parts_exchange import Running
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule, ReduceSchedule
 from mkernel.backends.contracts.scaled import dequantised
 from mkernel.ops.gemm import GemmCall

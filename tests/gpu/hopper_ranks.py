@@ -20,7 +20,7 @@ from in_world import DEADLINE_S
 from torch.distributed import TCPStore
 
 import mkernel
-from mkernel.backends.accelerators.hopper.device_session import DeviceSession
+from mkernel.backends.accelerators.cuda.device_session import DeviceSession
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
 from mkernel.cases import case_of
 from mkernel.cases.all_reduce import EPS

@@ -46,10 +46,10 @@ class Holder:
         return [int(value) for value in data]
 
     def _copy(self, to: int, source: int, nbytes: int) -> None:
-        from mkernel.backends.accelerators.hopper import _hopper
+        from mkernel.backends.accelerators.cuda import _kernels
 
         stream = torch.cuda.current_stream()
-        _hopper.copy(to, source, nbytes, _hopper.Engine.plain, stream=stream.cuda_stream)
+        _kernels.copy(to, source, nbytes, _kernels.Engine.plain, stream=stream.cuda_stream)
         stream.synchronize()
 
     def tensor(self, name: str, offset: int, shape: list[int], dtype: str) -> list[float]:

@@ -14,8 +14,8 @@ from capture_ranks import captures
 from hopper_ranks import Shape, Work
 
 import mkernel
-from mkernel.backends.accelerators.hopper.device_session import DeviceSession
-from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.backends.accelerators.cuda.device_session import DeviceSession
+from mkernel.backends.accelerators.cuda.machine import machine
 from mkernel.backends.contracts.scaled import quantised_rows
 
 

@@ -9,8 +9,8 @@ import hopper_ranks
 from fp8_ranks import planned
 from hopper_ranks import Shape
 
-from mkernel.backends.accelerators.hopper.gemm import library_tuning, parts_tuning
-from mkernel.backends.accelerators.hopper.gemm.parts_tuning import Times
+from mkernel.backends.accelerators.cuda.gemm import library_tuning, parts_tuning
+from mkernel.backends.accelerators.cuda.gemm.parts_tuning import Times
 from mkernel.plan import planner
 
 

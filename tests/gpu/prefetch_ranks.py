@@ -16,10 +16,11 @@ from capture_ranks import captures
 from hopper_ranks import Shape, Work
 
 import mkernel
-from mkernel.backends.accelerators.hopper.collectives import all_reduce, norm
-from mkernel.backends.accelerators.hopper.device_session import DeviceSession
-from mkernel.backends.accelerators.hopper.gemm import few_rows, library
-from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.backends.accelerators.cuda.collectives import all_reduce, norm
+from mkernel.backends.accelerators.cuda.device_session import DeviceSession
+from mkernel.backends.accelerators.cuda.gemm import library
+from mkernel.backends.accelerators.cuda.machine import machine
+from mkernel.backends.accelerators.hopper.gemm import few_rows
 from mkernel.backends.contracts.accelerator import Call
 
 ALIKE = 5

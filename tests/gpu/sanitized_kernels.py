@@ -42,12 +42,15 @@ NAMES = "names"
 OF_OTHERS = "it reads what other ranks wrote, which initcheck takes for what nobody wrote"
 BESIDE_CUBLAS = "it runs beside cuBLAS' kernels alone, where racecheck itself fails"
 _TAKING = (
-    "cuda::attention::await_part_kernel", "cuda::attention::put_kernel", "hopper::attention::ring_attention",
-    "cuda::attention::sum_kernel", "cuda::attention::watch_kernel", "cuda::collectives::all_gather_kernel",
-    "cuda::collectives::all_reduce_one_shot_kernel", "cuda::collectives::mail_all_gather_kernel",
+    "cuda::attention::await_part_kernel", "cuda::attention::put_kernel",
+    "hopper::attention::ring_attention", "cuda::attention::sum_kernel",
+    "cuda::attention::watch_kernel", "cuda::collectives::all_gather_kernel",
+    "cuda::collectives::all_reduce_one_shot_kernel",
+    "cuda::collectives::mail_all_gather_kernel",
     "cuda::collectives::mail_all_reduce_twice_kernel", "cuda::collectives::mail_reduce_kernel",
-    "cuda::collectives::reduce_kernel", "cuda::collectives::sum_parts_kernel", "cuda::land_kernel", "hopper::mailed_tiles",
-    "cuda::moe::push_wanted_kernel", "cuda::moe::sum_ranks_kernel", "cuda::moe::sum_rows_kernel", "cuda::put_kernel",
+    "cuda::collectives::reduce_kernel", "cuda::collectives::sum_parts_kernel",
+    "cuda::land_kernel", "hopper::mailed_tiles", "cuda::moe::push_wanted_kernel",
+    "cuda::moe::sum_ranks_kernel", "cuda::moe::sum_rows_kernel", "cuda::put_kernel",
     "cuda::rendezvous_kernel", "cuda::scale_results_kernel", "cuda::sum_rows_kernel",
     "cuda::sum_rows_twice_kernel",
 )  # fmt: skip

@@ -378,16 +378,16 @@ def test_waits_that_pass_too_soon_are_noticed(world: int, which: str) -> None:
     ],
 )
 def test_wrong_calls_are_refused(message: str, change: dict[str, Any]) -> None:
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.accelerators.cuda import _kernels
 
-    world = _hopper.DeviceWorld([4096, 8192], rank=0, control=0, timeout_s=1.0, call=1)
+    world = _kernels.DeviceWorld([4096, 8192], rank=0, control=0, timeout_s=1.0, call=1)
     asked = {"bias": 4096, "columns": 8, "elements": 1000, "way": "one_shot"}
     asked |= {name: change[name] for name in asked if name in change}
     settings = {"staging_bytes": MIB, **change}
     row = {name: asked[name] for name in ("bias", "columns") if "by_mail" not in change}
-    call = _hopper.Collective(world, **{n: settings[n] for n in settings if n not in asked})
-    way = getattr(_hopper.Way, asked["way"])
+    call = _kernels.Collective(world, **{n: settings[n] for n in settings if n not in asked})
+    way = getattr(_kernels.Way, asked["way"])
     with pytest.raises(ValueError, match=message):
-        _hopper.all_reduce(
-            call, _hopper.Element.bfloat16, 4096, asked["elements"], [8192], way, 0, **row
+        _kernels.all_reduce(
+            call, _kernels.Element.bfloat16, 4096, asked["elements"], [8192], way, 0, **row
         )

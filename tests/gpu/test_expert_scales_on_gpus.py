@@ -17,7 +17,7 @@ from kept_ranks import right, run
 from moe_ranks import GATHERED, IN_ORDER, Moe
 
 import mkernel
-from mkernel.backends.accelerators.hopper.capabilities import MOE, ops
+from mkernel.backends.accelerators.cuda.capabilities import MOE, ops
 from mkernel.cases.base import TOLERANCE
 from mkernel.plan.model import BLOCK
 

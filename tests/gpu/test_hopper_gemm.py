@@ -8,7 +8,7 @@ from device_buffers import needs_gpus
 from few_elements import EPS_OF_SUMS, rounded_once
 
 from mkernel.backends.accelerators.cuda.memory import DeviceMemory
-from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.cuda.native_kernels import native
 from mkernel.cases.base import TOLERANCE
 from mkernel.cases.comparison import FEW
 

@@ -125,9 +125,9 @@ def test_more_than_there_is_says_so() -> None:
 
 @pytest.fixture
 def order() -> Any:
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.accelerators.cuda import _kernels
 
-    return _hopper.CallOrder(0)
+    return _kernels.CallOrder(0)
 
 
 @pytest.fixture

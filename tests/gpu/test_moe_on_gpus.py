@@ -27,7 +27,7 @@ from moe_ranks import (
 )
 
 import mkernel
-from mkernel.backends.accelerators.hopper.capabilities import MOE, ops
+from mkernel.backends.accelerators.cuda.capabilities import MOE, ops
 from mkernel.cases.moe import ROUTINGS
 
 pytestmark = [

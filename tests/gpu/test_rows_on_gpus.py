@@ -18,7 +18,7 @@ from moe_ranks import ROWS_FAULTS, WANTED
 from rows_ranks import Rows
 
 import mkernel
-from mkernel.backends.accelerators.hopper.capabilities import MOE, ops
+from mkernel.backends.accelerators.cuda.capabilities import MOE, ops
 from mkernel.cases.moe import ROUTINGS
 
 pytestmark = [

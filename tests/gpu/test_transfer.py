@@ -77,15 +77,15 @@ class Pair:
     ) -> bool:
         """Whether the destination is what a copy of ``nbytes`` leaves. ``copied``: copy only so
         many, to see the check notice it."""
-        from mkernel.backends.accelerators.hopper import _hopper
+        from mkernel.backends.accelerators.cuda import _kernels
 
         before = self.dst.bytes.to("cuda:0", copy=True)
         stream = torch.cuda.current_stream(0)
-        _hopper.copy(
+        _kernels.copy(
             self.dst.address + dst_at,
             self.src.address + src_at,
             nbytes if copied is None else copied,
-            getattr(_hopper.Engine, engine),
+            getattr(_kernels.Engine, engine),
             blocks,
             stage_bytes,
             stream=stream.cuda_stream,
@@ -149,17 +149,17 @@ def test_more_than_4_gib(kind: str, engine: str) -> None:
 
 @every_engine
 def test_graph_replay(engine: str) -> None:
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.accelerators.cuda import _kernels
 
     src = torch.empty(1 << 20, dtype=torch.uint8, device="cuda:0")
     dst = torch.empty_like(src)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _hopper.copy(
+        _kernels.copy(
             dst.data_ptr(),
             src.data_ptr(),
             src.numel(),
-            getattr(_hopper.Engine, engine),
+            getattr(_kernels.Engine, engine),
             stream=torch.cuda.current_stream().cuda_stream,
         )
     for seed in range(20):
@@ -186,7 +186,7 @@ def test_the_check_notices_a_missing_byte_and_a_byte_too_many() -> None:
     ],
 )
 def test_an_effort_out_of_range_is_refused(argument: str, values: tuple[int, int]) -> None:
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.accelerators.cuda import _kernels
 
     with pytest.raises(ValueError, match=argument):
-        _hopper.copy(16, 32, 3, _hopper.Engine.bulk, *values, stream=0)
+        _kernels.copy(16, 32, 3, _kernels.Engine.bulk, *values, stream=0)

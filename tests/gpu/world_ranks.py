@@ -17,7 +17,7 @@ import mkernel
 
 def symmetric() -> tuple[int, list[float], float]:
     """(device, what every peer's tensor holds, the sum of a tensor after the end of its world)."""
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.accelerators.cuda import _kernels
 
     world = mkernel.world()
     mine = mkernel.empty((3, 1000), torch.bfloat16)
@@ -29,8 +29,8 @@ def symmetric() -> tuple[int, list[float], float]:
     stream = torch.cuda.current_stream()
     for peer, address in enumerate(world._membership.engine.heap.everywhere((0, 0))):
         seen = torch.empty_like(mine)
-        _hopper.copy(
-            seen.data_ptr(), address, seen.nbytes, _hopper.Engine.plain, stream=stream.cuda_stream
+        _kernels.copy(
+            seen.data_ptr(), address, seen.nbytes, _kernels.Engine.plain, stream=stream.cuda_stream
         )
         assert seen.eq(peer + 1).all(), f"rank {peer}'s tensor"
         found.append(float(seen[2, 999]))

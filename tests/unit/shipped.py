@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mkernel.backends.accelerators.ascend import machine as ascend
-from mkernel.backends.accelerators.hopper import machine as hopper
+from mkernel.backends.accelerators.cuda import machine as hopper
 from mkernel.backends.accelerators.streams.device import torch_device
 from mkernel.topology.cost import MachineConstants
 

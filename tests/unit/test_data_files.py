@@ -11,7 +11,7 @@ import pytest
 
 from mkernel.backends import registry
 from mkernel.backends.accelerators.cuda import chips
-from mkernel.backends.accelerators.hopper import machine as hopper
+from mkernel.backends.accelerators.cuda import machine as hopper
 from mkernel.errors import InputFileError
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ PLUGINS = ROOT / "examples" / "plugins"
 DATA = {
     "mkernel/topology/data/links.json",
     "mkernel/backends/accelerators/cuda/chips.json",
-    *(f"mkernel/backends/accelerators/{b}/machine.json" for b in ("ascend", "hopper", "streams")),
+    *(f"mkernel/backends/accelerators/{b}/machine.json" for b in ("ascend", "cuda", "streams")),
 }
 HEADERS = {
     "mkernel/include/backends/contracts/call_starter.h",

@@ -35,3 +35,17 @@ function(mkernel_kernels target)
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR})
   target_compile_options(${target} PRIVATE -O3 -lineinfo --expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra)
 endfunction()
+
+# Does the same; what ptxas says of spills, and of products that wait for themselves, stays beside each object. Kernels
+# that tests judge by that (tests/unit/hopper/test_kernels_compiled.py), whose names match `judged`, are as they are where
+# they run; with MKERNEL_QUICK_KERNELS others have no optimisation, since code without it shows errors as well.
+function(mkernel_watched_kernels target judged)
+  mkernel_kernels(${target})
+  if(MKERNEL_QUICK_KERNELS)
+    get_target_property(quick ${target} SOURCES)
+    list(FILTER quick EXCLUDE REGEX "${judged}")
+    set_source_files_properties(${quick} PROPERTIES COMPILE_OPTIONS "${MKERNEL_QUICK_KERNEL_OPTIONS}")
+  endif()
+  set(ptxas_words ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/scripts/ptxas_words.py ${CMAKE_CUDA_COMPILER_LAUNCHER})
+  set_target_properties(${target} PROPERTIES CUDA_COMPILER_LAUNCHER "${ptxas_words}")
+endfunction()

@@ -1,23 +1,11 @@
-"""The hopper backend: persistent kernels on GPUs of compute capability 9.0, over NVLink and NICs.
-
-Its capabilities can be queried without torch; a world's session (``device_session.py``) needs it.
-"""
+"""The hopper backend: persistent kernels on GPUs of compute capability 9.0, over NVLink and NICs."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, ClassVar, get_args
 
-from mkernel.backends.accelerators.cuda.isolation import isolation
-from mkernel.backends.accelerators.cuda.mover import nic_access, offer_mover
-from mkernel.backends.accelerators.cuda.native import ARCHITECTURE
-from mkernel.backends.accelerators.cuda.native import native as cuda
-from mkernel.backends.accelerators.cuda.software import software
-from mkernel.backends.accelerators.hopper.attention import tuning as attention_tuning
-from mkernel.backends.accelerators.hopper.capabilities import (
+from mkernel.backends.accelerators.cuda.backend import CudaAccelerator
+from mkernel.backends.accelerators.cuda.capabilities import (
     MOE,
     MOST_RANKS,
     OPS,
@@ -28,133 +16,57 @@ from mkernel.backends.accelerators.hopper.capabilities import (
     ops,
     scale_modes,
 )
+from mkernel.backends.accelerators.cuda.machine import machine
+from mkernel.backends.accelerators.cuda.native import ARCHITECTURE
+from mkernel.backends.accelerators.cuda.native_kernels import missing
+from mkernel.backends.accelerators.cuda.settings import CudaSettings
+from mkernel.backends.accelerators.hopper.attention import tuning as attention_tuning
 from mkernel.backends.accelerators.hopper.gemm import tuning
-from mkernel.backends.accelerators.hopper.machine import FILE, machine
 from mkernel.backends.accelerators.hopper.moe import tuning as moe_tuning
-from mkernel.backends.accelerators.hopper.native import missing
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
-from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
-from mkernel.backends.contracts.instrumented import Instrumented
-from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
-from mkernel.backends.contracts.status import Status
-from mkernel.errors import BackendUnavailable, MkernelError
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import Activation, AttentionShape, LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
-from mkernel.settings import BackendSettings, load_as, variable
-from mkernel.topology.model import Accelerator
+from mkernel.settings import load_as
 
 if TYPE_CHECKING:
     import torch
 
-    from mkernel.backends.accelerators.cuda import _cuda
-    from mkernel.backends.accelerators.hopper.device_session import DeviceSession, HopperLaunch
-    from mkernel.backends.transport import _transport
+    from mkernel.backends.accelerators.cuda.dispatch import Executor
 
 
-class HopperAccelerator(AcceleratorBackend, Instrumented):
-    """The backend for GPUs of compute capability 9.0; those of one node reach each other's memory.
-
-    A rank uses one device: torch's current one when the world is made, or, if the process has not
-    used CUDA by then, the one on which the topology places it. Calls run on torch's current stream
-    and one after another; with CUDA graphs, only the streams order replays and other calls.
-    """
+class HopperAccelerator(CudaAccelerator):
+    """The backend for GPUs of compute capability 9.0."""
 
     name: ClassVar[str] = "hopper"
     preference: ClassVar[int] = 20
-    machine_file: ClassVar[Path | None] = FILE
-    settings: ClassVar[type[BackendSettings] | None] = HopperSettings
-    visibility: ClassVar[Mapping[str, str]] = {"cuda": "CUDA_VISIBLE_DEVICES"}
-    device = "cuda"
+    settings: ClassVar[type[CudaSettings]] = HopperSettings
+    devices: ClassVar[str] = "9.0"
+    remedy: ClassVar[str] = "use accelerator streams, or an H100"
 
     def __init__(self) -> None:
         """Make the backend without starting anything."""
-        self._session: DeviceSession | None = None
-        self._left: list[DeviceSession] = []  # their worlds ended before their kernels did
+        super().__init__()
         self._capabilities: AcceleratorCapabilities | None = None
 
-    def status(self) -> Status:
-        """Return a usable status if the kernels were built and a device, its driver and torch can
-        run them."""
-        lacking = missing()
-        if lacking is not None:
-            return lacking
-        found = _devices()
-        if not found:
-            return Status(
-                False, "no device of compute capability 9.0", "use accelerator streams, or an H100"
-            )
-        import torch
+    @staticmethod
+    def runs_on(capability: tuple[int, int]) -> bool:
+        """Return whether wgmma is there."""
+        return capability == ARCHITECTURE
 
-        if not torch.cuda.is_available():
-            return Status(
-                False,
-                f"torch {torch.__version__} sees no CUDA device",
-                "install a torch that is built for the driver's CUDA",
-            )
-        driver = cuda().versions()[0]
-        return Status(
-            True,
-            f"{len(found)} x {found[0].name} ({found[0].multiprocessors} SMs), driver for CUDA "
-            f"{driver // 1000}.{driver % 1000 // 10}; NVLink multicast is not used",
-        )
+    @staticmethod
+    def executor_of(plan: LaunchPlan) -> type[Executor]:
+        """Return the executor of the plan's calls. Unsupported."""
+        from mkernel.backends.accelerators.hopper.dispatch import executor_of
 
-    def details(self) -> tuple[tuple[str, Status], ...]:
-        """Report modes of the devices in which they do not reach each other's memory."""
-        return isolation()
-
-    def software(self, root: Path) -> tuple[tuple[str, Status], ...]:
-        """Report the compiler that the kernels are built with."""
-        return software(root)
-
-    def probe(self) -> tuple[Accelerator, ...]:
-        """Return this process's devices of compute capability 9.0."""
-        if not self.status().usable:
-            return ()
-        return tuple(
-            Accelerator(
-                id=f"cuda{device.index}",
-                kind="cuda",
-                name=device.name,
-                index=device.index,
-                pci=device.pci.lower(),
-                architecture=f"sm_{device.major}{device.minor}",
-                cores=device.multiprocessors,
-            )
-            for device in _devices()
-        )
-
-    def nic_access(self) -> Status:
-        """Return what the driver reports for the first device."""
-        if missing() is not None or not _devices():
-            return Status(False, "there is no device")
-        return nic_access(_devices()[0].index)
-
-    def side_by_side(self, ranks: int) -> Status:
-        """Return whether ranks run side by side: they do under MPS, if their kernels take separate
-        multiprocessors."""
-        shared = super().side_by_side(ranks)
-        found = [] if missing() is not None else _devices()
-        if not found or not found[0].mps:
-            return shared
-        each, there = load_as(HopperSettings).multiprocessors, found[0].multiprocessors
-        if each is None or each * ranks > there:
-            name = variable(("multiprocessors",), str(HopperSettings.model_config["env_prefix"]))
-            return Status(
-                False,
-                f"under MPS {ranks} ranks would hold multiprocessors that the others need",
-                f"set {name} to {there // ranks} or fewer",
-            )
-        return Status(
-            True, f"{ranks} ranks share a device under MPS, {each} of {there} multiprocessors each"
-        )
+        return executor_of(plan)
 
     def capabilities(self) -> AcceleratorCapabilities:
         """Return the capabilities: the GEMM ops, AllReduce, MoE and ring attention in half
         precision; for e4m3 operands the GEMM ops on the library path, and fused where sums with
         fewer bits are allowed, and the products of MoE in worlds of one node."""
         if self._capabilities is None:
-            found = [] if missing() is not None else _devices()
+            found = [] if missing() is not None else self.found()
             processors = found[0].multiprocessors if found else machine().cores
             most = load_as(HopperSettings).multiprocessors
             processors = min(processors, most or processors)
@@ -212,64 +124,6 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
             return moe_tuning.schedule(request)
         return tuning.schedule(request)
 
-    # ---- a world's life, and its calls -----------------------------------------------------------
-
-    def open(self, device: Accelerator) -> None:
-        """Choose the rank's device and make what its calls need there."""
-        from mkernel.backends.accelerators.hopper.device_session import DeviceSession
-
-        self._session = DeviceSession(device)
-        offer_mover()
-
-    def close(self, timeout_s: float) -> bool:
-        """Wait for the device and release it."""
-        session, self._session = self._session, None
-        if session is None or session.close(timeout_s):
-            return True
-        self._left.append(session)
-        return False
-
-    def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
-        """Return a context of the rank's device. ArgumentError for tensors on another one."""
-        return self._open_session().on(tensors)
-
-    def allocate(self, nbytes: int) -> SymmetricMemory:
-        """Allocate zeroed memory of the rank's device."""
-        return self._open_session().allocate(nbytes)
-
-    def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
-        """Map a same-node peer's memory for the rank's device. OSError if it is gone."""
-        return self._open_session().attach(descriptor)
-
-    def format(self, memory: SymmetricMemory) -> None:
-        """Write the number of the first call to the words where kernels read it."""
-        self._open_session().format(memory)
-
-    def allocate_staging(self, nbytes: int) -> SymmetricMemory:
-        """Allocate zeroed host memory that kernels access at the same addresses."""
-        return self._open_session().allocate_staging(nbytes)
-
-    def add_outputs(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> bool:
-        """Add memory for outputs of AllReduces that peers write."""
-        return self._open_session().add_outputs(own, everywhere)
-
-    def allocation(
-        self, plan: LaunchPlan, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> tuple[Any, tuple[Any, ...]] | None:
-        """Return the allocation of such an output."""
-        return self._open_session().allocation(plan, shape, dtype)
-
-    def graph_pool(self) -> tuple[int, int] | None:
-        """Return a pool for a graph's outputs that peers write."""
-        return self._open_session().outputs.graph_pool()
-
-    def workspace(self, plan: LaunchPlan) -> Workspace:
-        """Return a workspace, shared by all plans of a world. It holds its own flags; signals are
-        for other nodes."""
-        from mkernel.backends.accelerators.hopper.dispatch import executor_of
-
-        return executor_of(plan).workspace(plan)
-
     def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
         """Return the words of the ids of all ranks, of tables for the device, and of the number of
         rows of the outputs (kernels/moe/tables.cuh)."""
@@ -283,45 +137,3 @@ class HopperAccelerator(AcceleratorBackend, Instrumented):
         from mkernel.backends.accelerators.hopper.moe.executors import known_height
 
         return known_height(routing)
-
-    def captured(self) -> bool:
-        """Return whether a CUDA graph holds calls of the world."""
-        return self._session is not None and self._session.captured
-
-    def capture(self) -> int:
-        """Return CUDA's number of the capture of torch's current stream."""
-        return 0 if self._session is None else self._session.capture()
-
-    def await_replays(self) -> threading.Event:
-        """Return an event that is set once the rank's whole device is done, because no stream
-        reveals what it replays."""
-        return self._open_session().await_device()
-
-    def refused(self) -> MkernelError | None:
-        """Return the error of a dispatch that had more rows than its capacity."""
-        return None if self._session is None else self._session.refused()
-
-    def launch(self, call: Call) -> HopperLaunch:
-        """Queue the call on torch's current stream, after the world's previous one."""
-        return self._open_session().launch(call)
-
-    def abort(self, code: _transport.AbortCode) -> None:
-        """Set the word that waiting kernels poll."""
-        session = self._session
-        if session is not None:
-            session.control.abort(code)
-
-    def record(self) -> int:
-        """Return where kernels record their first time-out."""
-        return 0 if self._session is None else self._session.control.record
-
-    def _open_session(self) -> DeviceSession:
-        if self._session is None:
-            raise BackendUnavailable(
-                "accelerator 'hopper' is in no world; call mkernel.init() first"
-            )
-        return self._session
-
-
-def _devices() -> list[_cuda.DeviceInfo]:
-    return [device for device in cuda().devices() if (device.major, device.minor) == ARCHITECTURE]

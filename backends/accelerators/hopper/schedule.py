@@ -6,23 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from mkernel.backends.accelerators.cuda.schedule import TilingName, TokenSchedule
 from mkernel.plan.model import DtypeName, Schedule
 from mkernel.plan.pipeline import Exchange, Returns
 
-TilingName = Literal["wide", "medium", "deep", "narrow", "promoted"]
-"""The output tiles of a GEMM op. ``deep``: of plans of earlier versions, and run as ``wide``."""
 ExpertTiling = Literal["wide", "deep"]
-Way = Literal["one_shot", "two_shot"]
-ScaledBy = Literal["library", "kernel"]
-AttentionLibrary = Literal["cudnn", "flash"]
-AttentionCore = Literal["mkernel"]
-"""The name of our own kernel (kernels/attention/core.hpp)."""
-
-FLAGS = 114_688
-"""Flags of a workspace, one for each chunk of each rank; as in device/workspace.cuh."""
-MOST_NORMED_COLUMNS = 48 << 10
-"""The most columns of rows that are normalised by the kernel which sums them; as in
-kernels/collectives/sum_rows.hpp."""
 
 
 class GatherSchedule(Schedule):
@@ -114,22 +102,6 @@ class FewRowsSchedule(Schedule):
         return self.product
 
 
-class AttentionSchedule(Schedule):
-    """The schedule of ring attention by parts. Each rank's keys and values travel whole, by copy
-    engines. ``library``, or our own kernel, computes attention on the own ones and, beside that, on
-    each peer's as they arrive, the rank before this one first. A kernel of ``merge_blocks`` blocks
-    merges the results."""
-
-    kind: Literal["hopper.ring_attention"] = "hopper.ring_attention"
-    library: AttentionLibrary | AttentionCore
-    merge_blocks: int = Field(ge=1)
-
-    @property
-    def copy_engines(self) -> bool:
-        """Always True."""
-        return True
-
-
 class AttentionKernelSchedule(Schedule):
     """The schedule of ring attention as one kernel, of at most ``blocks`` blocks. Each rank's keys
     and values travel by copy engines, ``chunk_rows`` rows at a time, each followed by a flag; the
@@ -144,141 +116,6 @@ class AttentionKernelSchedule(Schedule):
     def copy_engines(self) -> bool:
         """Always True."""
         return True
-
-
-class AttentionInPiecesSchedule(Schedule):
-    """The schedule of ring attention of a long sequence. Queries are taken in cuts of at most
-    ``piece_rows`` rows; for each cut, the peers' keys and values travel again, in pieces of as many
-    rows, into ``slots`` slots for each peer. A kernel of ``merge_blocks`` blocks merges new results
-    with earlier ones."""
-
-    kind: Literal["hopper.ring_attention_in_pieces"] = "hopper.ring_attention_in_pieces"
-    library: AttentionLibrary
-    merge_blocks: int = Field(ge=1)
-    piece_rows: int = Field(ge=1)
-    slots: int = Field(ge=2)
-
-    @property
-    def copy_engines(self) -> bool:
-        """Always True."""
-        return True
-
-
-class AttentionBackwardSchedule(Schedule):
-    """The schedule of the backward of ring attention. Keys and values travel as in
-    :class:`AttentionSchedule`, and each part's contribution to their gradients travels to the
-    owner, by copy engines. ``library`` computes the contributions, on the own keys beside the
-    peers' parts. Each of these is computed in ``lots`` of heads, one after another, whose gradients
-    travel as soon as they are computed. A kernel of ``sum_blocks`` blocks adds a lot's parts."""
-
-    kind: Literal["hopper.ring_attention_backward"] = "hopper.ring_attention_backward"
-    library: AttentionLibrary
-    lots: int = Field(1, ge=1, le=2)
-    sum_blocks: int = Field(ge=1)
-
-    @property
-    def copy_engines(self) -> bool:
-        """Always True."""
-        return True
-
-
-class ProductSchedule(Schedule):
-    """A schedule in which a library multiplies. ``product``: the dtype that products are rounded
-    to, in which partial results travel; the output keeps its own. ``scaled_by``: what scales
-    products of e4m3 operands, the library or a kernel after the library's product without scales.
-    None: there are no scales."""
-
-    product: DtypeName
-    scaled_by: ScaledBy | None = None
-
-    @property
-    def partials(self) -> str:
-        """The dtype of the products, in which partial results travel."""
-        return self.product
-
-
-class LibrarySchedule(ProductSchedule):
-    """The schedule of a library's product and a collective.
-
-    ``way``: the way of an all-reduce, either everything to everyone at once, or an exchange of
-    partial results and one of sums; None: there is no all-reduce. ``by_mail``: the collective is a
-    Lamport exchange, whose data announces its own arrival, instead of using flags. Two exchanges
-    into symmetric results use flags all the same. ``normalises``: if rows of the sum are
-    normalised, the kernel that takes them by mail does that too; otherwise one that follows."""
-
-    kind: Literal["hopper.library"] = "hopper.library"
-    way: Way | None = None
-    by_mail: bool = False
-    normalises: bool = False
-
-    @property
-    def one_exchange(self) -> bool:
-        """True if ``way`` sends everything to everyone at once."""
-        return self.way == "one_shot"
-
-
-SumWay = Literal["mail", "mail_twice", "two_shot"]
-
-
-class SumSchedule(Schedule):
-    """The schedule of AllReduce: everything to everyone at once, by a Lamport exchange, in a kernel
-    of ``blocks`` blocks that normalises the rows that it sums; or an exchange of partial results
-    and one of sums, by Lamport exchanges in such a kernel if rows are normalised, else in one of
-    twice as many blocks, or by flags in such a one, with a norm in a kernel that follows."""
-
-    kind: Literal["hopper.all_reduce"] = "hopper.all_reduce"
-    way: SumWay
-    blocks: int = Field(ge=1)
-
-    @property
-    def one_exchange(self) -> bool:
-        """True if ``way`` sends everything to everyone at once."""
-        return self.way == "mail"
-
-
-class PartsSchedule(ProductSchedule):
-    """The schedule of a library's products that run beside copy engines, which carry rows. A rank
-    multiplies each rank's rows separately, and cuts those that travel into ``chunks``, each with
-    its own product and copy."""
-
-    chunks: int = Field(ge=1)
-
-    @property
-    def copy_engines(self) -> bool:
-        """Always True."""
-        return True
-
-
-class GatherPartsSchedule(PartsSchedule):
-    """The schedule of AllGather+GEMM in parts."""
-
-    kind: Literal["hopper.gather_parts"] = "hopper.gather_parts"
-
-
-class ReducePartsSchedule(PartsSchedule):
-    """The schedule of GEMM+ReduceScatter and GEMM+AllReduce in parts. A kernel of at most
-    ``sum_blocks`` blocks adds partial results."""
-
-    kind: Literal["hopper.reduce_parts"] = "hopper.reduce_parts"
-    sum_blocks: int = Field(ge=1)
-
-
-class TokenSchedule(Schedule):
-    """The schedule of a MoE dispatch. While the device sorts their ids, tokens travel: all of them to
-    every rank, by copy engines; or, by a kernel of ``push_blocks`` blocks if that is not 0, each once
-    to each rank that has an expert for it."""
-
-    push_blocks: int = Field(0, ge=0, multiple_of=2)
-
-    @property
-    def copy_engines(self) -> bool:
-        """True if copy engines carry the tokens, which they do if no blocks push."""
-        return self.push_blocks == 0
-
-    @property
-    def whole_tokens(self) -> bool:
-        """True if all tokens travel to every rank, which they do if no blocks push."""
-        return self.push_blocks == 0
 
 
 class DispatchSchedule(TokenSchedule):
@@ -296,22 +133,6 @@ class DispatchSchedule(TokenSchedule):
     early_rows: int = Field(256, ge=1)
     permutes: bool
     tiling: ExpertTiling
-
-
-class RowsSchedule(TokenSchedule):
-    """The schedule of a MoE dispatch without a product: a kernel of ``blocks`` blocks copies tokens to
-    the rows of their experts."""
-
-    kind: Literal["hopper.moe_rows"] = "hopper.moe_rows"
-    blocks: int = Field(ge=1)
-
-
-class CombineSchedule(Schedule):
-    """The schedule of the MoE combine. Rows go to their places on the token's rank, where they are
-    added; a kernel of ``sum_blocks`` blocks does each of the two."""
-
-    kind: Literal["hopper.moe_combine"] = "hopper.moe_combine"
-    sum_blocks: int = Field(ge=1)
 
 
 class GemmCombineSchedule(Schedule):

@@ -7,27 +7,14 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from mkernel.settings import BackendSettings
+from mkernel.backends.accelerators.cuda.settings import CudaSettings
 
 
-class HopperSettings(BackendSettings):
+class HopperSettings(CudaSettings):
     """The settings of accelerator hopper."""
 
     model_config = SettingsConfigDict(env_prefix="MKERNEL_HOPPER_")
 
-    multiprocessors: int | None = Field(
-        None,
-        ge=8,
-        description="the most multiprocessors that kernels of a rank take; the others are left to "
-        "whatever runs beside it, under CUDA's MPS other ranks of the device; None: all; products of "
-        "the library path take what is free; the same on all ranks",
-    )
-    outputs: int = Field(
-        3,
-        ge=0,
-        description="for how many results of an AllReduce, of 4 MiB or more, a rank keeps memory that "
-        "peers write without a copy; others are copied; 0: all are; the same on all ranks",
-    )
     attention: Literal["auto", "parts", "kernel"] = Field(
         "auto",
         description="how ring attention runs: by calls on parts, or by one kernel where there is one "

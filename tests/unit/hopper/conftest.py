@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mkernel.backends.accelerators.hopper import native
+from mkernel.backends.accelerators.cuda import native_kernels as native
 from mkernel.errors import BackendUnavailable
 from mkernel.plan import planner
 

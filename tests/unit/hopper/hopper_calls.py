@@ -9,8 +9,8 @@ import devices
 import torch
 from plan_walk import WalkedWorld
 
+from mkernel.backends.accelerators.cuda.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory

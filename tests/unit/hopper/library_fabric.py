@@ -49,7 +49,7 @@ class Outputs:
 
 
 class Fabric:
-    """Stands for ``_hopper`` in all ranks. ``called``: what rank 0 started; ``numbers``: in which
+    """Stands for ``_kernels`` in all ranks. ``called``: what rank 0 started; ``numbers``: in which
     call of the world; ``landings``: what it told of its output."""
 
     DATA_OFFSET = DATA_OFFSET

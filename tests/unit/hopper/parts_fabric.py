@@ -50,8 +50,8 @@ class Order:
 
 
 class PartsFabric(Fabric):
-    """Stands for ``_hopper`` in all ranks. ``told``: what each rank did, in its order. A flag holds the
-    number of its call, and no call is over before all ranks have ended it."""
+    """Stands for ``_kernels`` in all ranks. ``told``: what each rank did, in its order. A flag holds
+    the number of its call, and no call is over before all ranks have ended it."""
 
     NO_FLAG, MAX_FLAGS = -1, 114_688
 

@@ -23,11 +23,10 @@ from parts_fabric import (
     scaled_mm,
 )
 
-from mkernel.backends.accelerators.hopper import device_world, starters
-from mkernel.backends.accelerators.hopper.collectives import landing, norm
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.dispatch import executor_of
-from mkernel.backends.accelerators.hopper.gemm import (
+from mkernel.backends.accelerators.cuda import device_world, starters
+from mkernel.backends.accelerators.cuda.collectives import landing, norm
+from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.gemm import (
     gather_parts,
     library,
     parts_exchange,
@@ -35,6 +34,7 @@ from mkernel.backends.accelerators.hopper.gemm import (
     products,
     reduce_parts,
 )
+from mkernel.backends.accelerators.hopper.dispatch import executor_of
 from mkernel.backends.contracts import scaled as contract
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View

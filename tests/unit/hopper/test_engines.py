@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from mkernel.backends.accelerators.hopper import _closed_forms
-from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.backends.accelerators.hopper.transfer.engines import Engines
+from mkernel.backends.accelerators.cuda import _closed_forms
+from mkernel.backends.accelerators.cuda.machine import machine
+from mkernel.backends.accelerators.cuda.transfer.engines import Engines
 from mkernel.errors import InputFileError
 
 

@@ -18,19 +18,20 @@ from gpu_plans import gpu_plan
 from hopper_calls import gpus
 from plan_walk import WalkedWorld, decorations
 
-from mkernel.backends.accelerators.hopper import capabilities, device_world, native
+from mkernel.backends.accelerators.cuda import capabilities, device_world
+from mkernel.backends.accelerators.cuda import native_kernels as native
+from mkernel.backends.accelerators.cuda.attention import in_parts as attention
+from mkernel.backends.accelerators.cuda.attention import merge as attention_merge
+from mkernel.backends.accelerators.cuda.attention import ring as attention_ring
+from mkernel.backends.accelerators.cuda.attention.in_parts import AttentionExecutor
+from mkernel.backends.accelerators.cuda.attention.library import Seen
+from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.machine import machine
+from mkernel.backends.accelerators.cuda.schedule import AttentionSchedule
 from mkernel.backends.accelerators.hopper.attention import core as attention_core
-from mkernel.backends.accelerators.hopper.attention import in_parts as attention
-from mkernel.backends.accelerators.hopper.attention import merge as attention_merge
-from mkernel.backends.accelerators.hopper.attention import ring as attention_ring
 from mkernel.backends.accelerators.hopper.attention import tuning as attention_tuning
-from mkernel.backends.accelerators.hopper.attention.in_parts import AttentionExecutor
-from mkernel.backends.accelerators.hopper.attention.library import Seen
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import Executor, executor_of
-from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.backends.accelerators.hopper.schedule import AttentionSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
@@ -105,7 +106,7 @@ class Keys(NamedTuple):
 
 
 class Fabric:
-    """Stands for ``_hopper`` in all ranks. ``queued``: what rank 0 started, and on which stream."""
+    """Stands for ``_kernels`` in all ranks. ``queued``: what rank 0 started, and on which stream."""
 
     Part, Merge, Running = Part, Merge, Running
     NETWORK_WORDS = 32
@@ -584,7 +585,7 @@ def test_kernels_are_loaded_before_one_waits_for_a_nic(
 
 
 def test_areas_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
+    pytest.importorskip("mkernel.backends.accelerators.cuda._kernels")
     plan = between_nodes(planned(2), 1)
     keys = attention_ring.ring_keys(plan)
     data = native.native().DATA_OFFSET
@@ -683,7 +684,7 @@ def test_no_field_is_decoration(made: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_layouts_that_a_plan_is_not_of_are_refused() -> None:
-    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
+    pytest.importorskip("mkernel.backends.accelerators.cuda._kernels")
     world = gpus()
     q = torch.zeros(2, 4, 32, 64).bfloat16()
     turned = lying(q, "positions")

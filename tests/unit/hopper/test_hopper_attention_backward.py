@@ -33,16 +33,16 @@ from test_hopper_attention import (
     sizes_of,
 )
 
-from mkernel.backends.accelerators.hopper import capabilities, device_world
-from mkernel.backends.accelerators.hopper.attention import backward as attention_backward
-from mkernel.backends.accelerators.hopper.attention import library as attention_library
-from mkernel.backends.accelerators.hopper.attention import ring as attention_ring
-from mkernel.backends.accelerators.hopper.attention.backward import AttentionBackwardExecutor
-from mkernel.backends.accelerators.hopper.attention.library import Gradients, Results
+from mkernel.backends.accelerators.cuda import capabilities, device_world
+from mkernel.backends.accelerators.cuda.attention import backward as attention_backward
+from mkernel.backends.accelerators.cuda.attention import library as attention_library
+from mkernel.backends.accelerators.cuda.attention import ring as attention_ring
+from mkernel.backends.accelerators.cuda.attention.backward import AttentionBackwardExecutor
+from mkernel.backends.accelerators.cuda.attention.library import Gradients, Results
+from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.schedule import AttentionBackwardSchedule
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
-from mkernel.backends.accelerators.hopper.schedule import AttentionBackwardSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory

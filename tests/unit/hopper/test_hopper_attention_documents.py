@@ -12,20 +12,20 @@ import pytest
 import torch
 from test_hopper_attention import Fabric, flat_at, on_stream, planned, run
 
-from mkernel.backends.accelerators.hopper import capabilities, device_world
-from mkernel.backends.accelerators.hopper.attention import documents as attention_documents
-from mkernel.backends.accelerators.hopper.attention import in_parts as attention
-from mkernel.backends.accelerators.hopper.attention import merge as attention_merge
-from mkernel.backends.accelerators.hopper.attention import ring as attention_ring
-from mkernel.backends.accelerators.hopper.attention.backward import AttentionBackwardExecutor
-from mkernel.backends.accelerators.hopper.attention.documents import Documents
-from mkernel.backends.accelerators.hopper.attention.in_pieces import AttentionInPiecesExecutor
-from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.schedule import (
+from mkernel.backends.accelerators.cuda import capabilities, device_world
+from mkernel.backends.accelerators.cuda.attention import documents as attention_documents
+from mkernel.backends.accelerators.cuda.attention import in_parts as attention
+from mkernel.backends.accelerators.cuda.attention import merge as attention_merge
+from mkernel.backends.accelerators.cuda.attention import ring as attention_ring
+from mkernel.backends.accelerators.cuda.attention.backward import AttentionBackwardExecutor
+from mkernel.backends.accelerators.cuda.attention.documents import Documents
+from mkernel.backends.accelerators.cuda.attention.in_pieces import AttentionInPiecesExecutor
+from mkernel.backends.accelerators.cuda.schedule import (
     AttentionBackwardSchedule,
     AttentionInPiecesSchedule,
     AttentionSchedule,
 )
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.errors import ArgumentError
 from mkernel.plan.shapes import takes
 

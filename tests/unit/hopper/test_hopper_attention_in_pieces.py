@@ -26,20 +26,17 @@ from test_hopper_attention import (
     sizes_of,
 )
 
-from mkernel.backends.accelerators.hopper import device_world
-from mkernel.backends.accelerators.hopper.attention import in_pieces as attention_in_pieces
-from mkernel.backends.accelerators.hopper.attention import merge as attention_merge
-from mkernel.backends.accelerators.hopper.attention import ring as attention_ring
-from mkernel.backends.accelerators.hopper.attention import tuning as attention_tuning
-from mkernel.backends.accelerators.hopper.attention.in_pieces import AttentionInPiecesExecutor
-from mkernel.backends.accelerators.hopper.attention.library import Seen
-from mkernel.backends.accelerators.hopper.attention.pieces import Pieces, cuts
+from mkernel.backends.accelerators.cuda import device_world
+from mkernel.backends.accelerators.cuda.attention import in_pieces as attention_in_pieces
+from mkernel.backends.accelerators.cuda.attention import merge as attention_merge
+from mkernel.backends.accelerators.cuda.attention import ring as attention_ring
+from mkernel.backends.accelerators.cuda.attention import tuning as attention_tuning
+from mkernel.backends.accelerators.cuda.attention.in_pieces import AttentionInPiecesExecutor
+from mkernel.backends.accelerators.cuda.attention.library import Seen
+from mkernel.backends.accelerators.cuda.attention.pieces import Pieces, cuts
+from mkernel.backends.accelerators.cuda.schedule import AttentionInPiecesSchedule, AttentionSchedule
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
 from mkernel.backends.accelerators.hopper.gemm.tuning import FLAGS
-from mkernel.backends.accelerators.hopper.schedule import (
-    AttentionInPiecesSchedule,
-    AttentionSchedule,
-)
 from mkernel.backends.contracts.instrumented import View
 from mkernel.errors import ArgumentError
 from mkernel.plan.model import AttentionShape, LaunchPlan
@@ -266,7 +263,7 @@ def test_cuts() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_million_positions_take_less_than_a_gibibyte(causal: bool) -> None:
-    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
+    pytest.importorskip("mkernel.backends.accelerators.cuda._kernels")
     plan = planned(2, **LONG, causal=causal)
     how = plan.part(AttentionInPiecesSchedule)
     assert executor_of(plan) is AttentionInPiecesExecutor
@@ -294,7 +291,7 @@ def test_what_fits_whole_stays_whole() -> None:
 
 
 def test_flags_are_enough_or_pieces_grow() -> None:
-    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
+    pytest.importorskip("mkernel.backends.accelerators.cuda._kernels")
     sizes = {**LONG, "sequence": 1 << 24}
     how = planned(8, **sizes).part(AttentionInPiecesSchedule)
     assert (

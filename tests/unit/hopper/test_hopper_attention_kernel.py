@@ -25,22 +25,19 @@ from test_hopper_attention import (
     sizes_of,
 )
 
-from mkernel.backends.accelerators.hopper import device_world
+from mkernel.backends.accelerators.cuda import device_world
+from mkernel.backends.accelerators.cuda.attention import ring as attention_ring
+from mkernel.backends.accelerators.cuda.attention.ring import AttentionRing
+from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.schedule import AttentionInPiecesSchedule, AttentionSchedule
 from mkernel.backends.accelerators.hopper.attention import core as attention_core
 from mkernel.backends.accelerators.hopper.attention import kernel as attention_kernel
-from mkernel.backends.accelerators.hopper.attention import ring as attention_ring
 from mkernel.backends.accelerators.hopper.attention import tuning as attention_tuning
 from mkernel.backends.accelerators.hopper.attention.kernel import AttentionKernelExecutor
-from mkernel.backends.accelerators.hopper.attention.ring import AttentionRing
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
 from mkernel.backends.accelerators.hopper.gemm.tuning import FLAGS
-from mkernel.backends.accelerators.hopper.schedule import (
-    AttentionInPiecesSchedule,
-    AttentionKernelSchedule,
-    AttentionSchedule,
-)
+from mkernel.backends.accelerators.hopper.schedule import AttentionKernelSchedule
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import ArgumentError, Unsupported
@@ -371,7 +368,7 @@ def test_a_slow_kernel_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_schedules_that_a_call_would_not_follow_are_refused() -> None:
-    pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
+    pytest.importorskip("mkernel.backends.accelerators.cuda._kernels")
     plan = kernel(2)
     parts = plan.model_copy(update={"shape": plan.shape.model_copy(update={"head_dim": 64})})
     with pytest.raises(ArgumentError, match=r"plan\.schedule\.kind"):

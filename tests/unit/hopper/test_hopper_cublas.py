@@ -14,21 +14,20 @@ from parts_runs import call_of, fabrics
 from test_hopper_library import OPS, every_op, planned
 from test_hopper_parts import in_parts
 
-from mkernel.backends.accelerators.cuda import long_products
-from mkernel.backends.accelerators.cuda.long_products import Matrix
-from mkernel.backends.accelerators.hopper import device_world, starters
-from mkernel.backends.accelerators.hopper.collectives import norm
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.dispatch import executor_of
-from mkernel.backends.accelerators.hopper.gemm import cublas, library
-from mkernel.backends.accelerators.hopper.gemm.cublas import (
+from mkernel.backends.accelerators.cuda import device_world, long_products, starters
+from mkernel.backends.accelerators.cuda.collectives import norm
+from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.gemm import cublas, library
+from mkernel.backends.accelerators.cuda.gemm.cublas import (
     ROOM_BYTES,
     WORKSPACE_BYTES,
     product_of,
     switches,
 )
-from mkernel.backends.accelerators.hopper.gemm.library import LibraryExecutor
-from mkernel.backends.accelerators.hopper.schedule import ProductSchedule
+from mkernel.backends.accelerators.cuda.gemm.library import LibraryExecutor
+from mkernel.backends.accelerators.cuda.long_products import Matrix
+from mkernel.backends.accelerators.cuda.schedule import ProductSchedule
+from mkernel.backends.accelerators.hopper.dispatch import executor_of
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.plan.model import DtypeName, LaunchPlan

@@ -10,9 +10,9 @@ import pytest
 from gpu_plans import gpu_plan
 from hopper_calls import CONTEXT, GAP, last_rank
 
-from mkernel.backends.accelerators.hopper import native
+from mkernel.backends.accelerators.cuda import native_kernels as native
+from mkernel.backends.accelerators.cuda.capabilities import OPS
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.dispatch import FUSED
 from mkernel.backends.accelerators.hopper.gemm import fused as gemm
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule

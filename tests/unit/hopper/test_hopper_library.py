@@ -14,13 +14,13 @@ from library_fabric import DATA_OFFSET, STREAM, Fabric, workspace_of
 from operand_forms import OPS as GEMMS
 from operand_forms import RoundedOnce
 
-from mkernel.backends.accelerators.hopper import capabilities, device_world, starters
+from mkernel.backends.accelerators.cuda import capabilities, device_world, starters
+from mkernel.backends.accelerators.cuda.collectives import landing, norm
+from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.gemm import library, products
+from mkernel.backends.accelerators.cuda.gemm.library import LibraryExecutor
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.collectives import landing, norm
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import FUSED, executor_of
-from mkernel.backends.accelerators.hopper.gemm import library, products
-from mkernel.backends.accelerators.hopper.gemm.library import LibraryExecutor
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory

@@ -12,18 +12,16 @@ import pytest
 import torch
 from plan_walk import Launch, WalkedWorld, decorations
 
-from mkernel.backends.accelerators.hopper import capabilities, dispatch
+from mkernel.backends.accelerators.cuda import capabilities
+from mkernel.backends.accelerators.cuda.capabilities import MOE
+from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.moe.reports import MoeReports
+from mkernel.backends.accelerators.cuda.schedule import RowsSchedule
+from mkernel.backends.accelerators.hopper import dispatch
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.capabilities import MOE
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.moe import executors as moe
 from mkernel.backends.accelerators.hopper.moe import tuning as moe_tuning
-from mkernel.backends.accelerators.hopper.moe.reports import MoeReports
-from mkernel.backends.accelerators.hopper.schedule import (
-    DispatchSchedule,
-    GemmCombineSchedule,
-    RowsSchedule,
-)
+from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, GemmCombineSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory

@@ -11,11 +11,11 @@ import torch
 from plan_walk import WalkedWorld, decorations
 from test_hopper_moe import BESIDE, MAIN, SIZES, Started, called, run
 
-from mkernel.backends.accelerators.hopper import native
+from mkernel.backends.accelerators.cuda import native_kernels as native
+from mkernel.backends.accelerators.cuda.capabilities import MOE
+from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.machine import machine
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.capabilities import MOE
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.machine import machine
 from mkernel.backends.accelerators.hopper.moe import executors as moe
 from mkernel.backends.accelerators.hopper.moe import nodes as moe_nodes
 from mkernel.backends.accelerators.hopper.moe import tuning as moe_tuning

@@ -22,7 +22,7 @@ import json, sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.rpartition(".")[2] in ("_hopper", "_cuda"):
+        if name.rpartition(".")[2] in ("_kernels", "_cuda"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
@@ -37,7 +37,7 @@ from mkernel.backends.accelerators import hopper, streams
 
 for package in (cuda, hopper, streams):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if module.name.rpartition(".")[2] not in ("_hopper", "_cuda"):
+        if module.name.rpartition(".")[2] not in ("_kernels", "_cuda"):
             importlib.import_module(module.name)
 for arguments in json.loads(sys.argv[1]):
     found = CliRunner().invoke(app, arguments)

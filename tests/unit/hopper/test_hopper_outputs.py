@@ -13,13 +13,13 @@ import torch
 from library_fabric import Fabric, workspace_of
 from test_hopper_library import fabric, planned, run
 
-from mkernel.backends.accelerators.hopper import device_session
+from mkernel.backends.accelerators.cuda import device_session
+from mkernel.backends.accelerators.cuda.collectives import landing
+from mkernel.backends.accelerators.cuda.device_session import DeviceSession
+from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.gemm.library import LibraryExecutor
+from mkernel.backends.accelerators.cuda.schedule import LibrarySchedule
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.collectives import landing
-from mkernel.backends.accelerators.hopper.device_session import DeviceSession
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.gemm.library import LibraryExecutor
-from mkernel.backends.accelerators.hopper.schedule import LibrarySchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.plan.model import LaunchPlan
@@ -32,7 +32,13 @@ MIB = 1 << 20
 def plan(rows: int, columns: int, **other: Any) -> Any:
     """Of an AllReduce of so many results of two bytes."""
     shape = SimpleNamespace(m=rows, n=columns)
-    facts = {"op": "gemm_all_reduce", "nodes": 1, "world_size": 2, "out_dtype": "bfloat16"}
+    facts = {
+        "op": "gemm_all_reduce",
+        "nodes": 1,
+        "world_size": 2,
+        "out_dtype": "bfloat16",
+        "accelerator": "hopper",
+    }
     return SimpleNamespace(**{**facts, "gemm": shape, **other})
 
 
@@ -233,7 +239,7 @@ def test_the_backend_asks_its_session() -> None:
 
 
 def test_a_call_whose_output_lies_elsewhere_tells_that() -> None:
-    hopper = pytest.importorskip("mkernel.backends.accelerators.hopper._hopper")
+    hopper = pytest.importorskip("mkernel.backends.accelerators.cuda._kernels")
     cuda = pytest.importorskip("mkernel.backends.accelerators.cuda._cuda")
     nothing = hopper.Outputs().landings(64)
     assert (nothing.told, nothing.own) == (False, 0)

@@ -17,18 +17,18 @@ from gpu_plans import gpu_plan
 from parts_fabric import BESIDE, Order, started
 from parts_runs import call_of, case, fabrics, run
 
-from mkernel.backends.accelerators.hopper import capabilities
+from mkernel.backends.accelerators.cuda import capabilities
+from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.gemm import library_tuning, parts_tuning, reduce_parts
+from mkernel.backends.accelerators.cuda.gemm.gather_parts import GatherPartsExecutor
+from mkernel.backends.accelerators.cuda.gemm.library import LibraryExecutor
+from mkernel.backends.accelerators.cuda.gemm.parts_exchange import Running
+from mkernel.backends.accelerators.cuda.gemm.parts_tuning import Times
+from mkernel.backends.accelerators.cuda.gemm.reduce_parts import ReducePartsExecutor
+from mkernel.backends.accelerators.cuda.machine import machine
+from mkernel.backends.accelerators.cuda.schedule import FLAGS, PartsSchedule, ProductSchedule
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
-from mkernel.backends.accelerators.hopper.gemm import library_tuning, parts_tuning, reduce_parts
-from mkernel.backends.accelerators.hopper.gemm.gather_parts import GatherPartsExecutor
-from mkernel.backends.accelerators.hopper.gemm.library import LibraryExecutor
-from mkernel.backends.accelerators.hopper.gemm.parts_exchange import Running
-from mkernel.backends.accelerators.hopper.gemm.parts_tuning import Times
-from mkernel.backends.accelerators.hopper.gemm.reduce_parts import ReducePartsExecutor
-from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.backends.accelerators.hopper.schedule import FLAGS, PartsSchedule, ProductSchedule
 from mkernel.errors import ArgumentError
 from mkernel.plan import paths, planner
 from mkernel.plan.arguments import Around, Norm

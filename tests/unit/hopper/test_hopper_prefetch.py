@@ -14,15 +14,17 @@ import torch
 from hopper_calls import CONTEXT, gpus, last_rank
 from test_hopper_schedule import with_few_rows
 
-from mkernel.backends.accelerators.hopper import device_session, dispatch, prefetch
-from mkernel.backends.accelerators.hopper.collectives import all_reduce, norm
-from mkernel.backends.accelerators.hopper.device_session import DeviceSession
-from mkernel.backends.accelerators.hopper.gemm import few_rows, library, products
+from mkernel.backends.accelerators.cuda import device_session, prefetch
+from mkernel.backends.accelerators.cuda.collectives import all_reduce, norm
+from mkernel.backends.accelerators.cuda.device_session import DeviceSession
+from mkernel.backends.accelerators.cuda.gemm import library, products
+from mkernel.backends.accelerators.cuda.starters import STARTED, SUMMED
+from mkernel.backends.accelerators.hopper import dispatch
+from mkernel.backends.accelerators.hopper.gemm import few_rows
 from mkernel.backends.accelerators.hopper.gemm import fused as gemm
-from mkernel.backends.accelerators.hopper.starters import STARTED, SUMMED
 from mkernel.plan.arguments import Around, Norm
 
-HEADER = Path(dispatch.__file__).parent / "host/call_starter.hpp"
+HEADER = Path(device_session.__file__).parent / "host/call_starter.hpp"
 
 
 class Noted:

@@ -14,22 +14,22 @@ from gpu_plans import gpu_plan
 from parts_fabric import BESIDE, MAIN, Order, PartsFabric
 from parts_runs import case, fabrics, run
 
-from mkernel.backends.accelerators.hopper import capabilities
-from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.collectives import mail
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.dispatch import executor_of
-from mkernel.backends.accelerators.hopper.gemm import products
-from mkernel.backends.accelerators.hopper.gemm.gather_parts import GatherPartsExecutor
-from mkernel.backends.accelerators.hopper.gemm.library import LibraryExecutor
-from mkernel.backends.accelerators.hopper.gemm.reduce_parts import ReducePartsExecutor
-from mkernel.backends.accelerators.hopper.schedule import (
+from mkernel.backends.accelerators.cuda import capabilities
+from mkernel.backends.accelerators.cuda.collectives import mail
+from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.gemm import products
+from mkernel.backends.accelerators.cuda.gemm.gather_parts import GatherPartsExecutor
+from mkernel.backends.accelerators.cuda.gemm.library import LibraryExecutor
+from mkernel.backends.accelerators.cuda.gemm.reduce_parts import ReducePartsExecutor
+from mkernel.backends.accelerators.cuda.schedule import (
     GatherPartsSchedule,
     LibrarySchedule,
     PartsSchedule,
     ProductSchedule,
     ReducePartsSchedule,
 )
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.dispatch import executor_of
 from mkernel.backends.contracts import scaled as contract
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory

@@ -8,16 +8,14 @@ import pytest
 from gpu_plans import gpu_plan
 from hopper_calls import last_rank
 
+from mkernel.backends.accelerators.cuda.capabilities import OPS
+from mkernel.backends.accelerators.cuda.gemm import scaled_tuning
+from mkernel.backends.accelerators.cuda.machine import HopperMachine, machine
+from mkernel.backends.accelerators.cuda.schedule import TilingName
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.capabilities import OPS
 from mkernel.backends.accelerators.hopper.gemm import fused as gemm
-from mkernel.backends.accelerators.hopper.gemm import scaled_tuning
-from mkernel.backends.accelerators.hopper.machine import HopperMachine, machine
-from mkernel.backends.accelerators.hopper.schedule import (
-    GatherSchedule,
-    ReduceSchedule,
-    TilingName,
-)
+from mkernel.backends.accelerators.hopper.gemm import scaled_tuning as fused_tuning
+from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule
 from mkernel.errors import ArgumentError
 from mkernel.plan.arguments import Around
 from mkernel.plan.model import LaunchPlan, Scales
@@ -63,7 +61,8 @@ def known(monkeypatch: pytest.MonkeyPatch, fused: PathConstants | None) -> None:
     """Of the fused path, whatever bits it adds with; of the library's products the usual."""
     scaled = machine().scaled.model_copy(update={"fused": fused, "promoted": fused, "fast": None})
     made: HopperMachine = machine().model_copy(update={"scaled": scaled})
-    monkeypatch.setattr(scaled_tuning, "_MACHINE", made)
+    for each in (scaled_tuning, fused_tuning):
+        monkeypatch.setattr(each, "_MACHINE", made)
 
 
 @pytest.mark.parametrize("mode", ["tensor", "row"])

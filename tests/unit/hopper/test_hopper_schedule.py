@@ -11,28 +11,30 @@ import torch
 from hopper_calls import CONTEXT, WORKSPACES, gpus, last_rank
 from plan_walk import Launch, WalkedWorld, decorations
 
-from mkernel.backends.accelerators.hopper import dispatch, machine, native
-from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.capabilities import OPS
-from mkernel.backends.accelerators.hopper.collectives import all_reduce, mail, norm
-from mkernel.backends.accelerators.hopper.device_world import DispatchContext
-from mkernel.backends.accelerators.hopper.gemm import (
-    few_rows,
+from mkernel.backends.accelerators.cuda import machine
+from mkernel.backends.accelerators.cuda import native_kernels as native
+from mkernel.backends.accelerators.cuda.capabilities import OPS
+from mkernel.backends.accelerators.cuda.collectives import all_reduce, mail, norm
+from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.gemm import (
     gather_parts,
     library,
     parts_exchange,
     products,
     reduce_parts,
-    tuning,
 )
-from mkernel.backends.accelerators.hopper.gemm import fused as gemm
-from mkernel.backends.accelerators.hopper.schedule import (
+from mkernel.backends.accelerators.cuda.gemm import tuning as library_tuning
+from mkernel.backends.accelerators.cuda.schedule import (
     MOST_NORMED_COLUMNS,
-    FewRowsSchedule,
     LibrarySchedule,
     PartsSchedule,
     SumSchedule,
 )
+from mkernel.backends.accelerators.hopper import dispatch
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.gemm import few_rows
+from mkernel.backends.accelerators.hopper.gemm import fused as gemm
+from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
 from mkernel.backends.contracts import scaled as contract
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.instrumented import View
@@ -241,7 +243,8 @@ def test_a_norm_takes_its_time_where_it_is_made(
         assert other.pipelined_us - plain.pipelined_us == pytest.approx(more)
         assert other.compute_us - plain.compute_us == pytest.approx(more)
     costly = found.model_copy(update={where: machine.NormTime(us=100.0, rows_gbs=1e3)})
-    monkeypatch.setattr(tuning, "_MACHINE", tuning._MACHINE.model_copy(update={"norms": costly}))
+    known = library_tuning._MACHINE.model_copy(update={"norms": costly})
+    monkeypatch.setattr(library_tuning, "_MACHINE", known)
     chosen = world.plan("gemm_all_reduce", shape, around=normed, **usual)
     assert chosen.path == ("library" if where == "behind" else "fused")
 
@@ -344,8 +347,8 @@ def test_two_exchanges_by_mail_wait_for_flags_where_that_is_faster(
         constants = machine.machine().constants.model_copy(
             update={"library": path.model_copy(update={"mail_twice": twice})}
         )
-        known = tuning._MACHINE.model_copy(update={"constants": constants})
-        monkeypatch.setattr(tuning, "_MACHINE", known)
+        known = library_tuning._MACHINE.model_copy(update={"constants": constants})
+        monkeypatch.setattr(library_tuning, "_MACHINE", known)
         claims = HopperAccelerator().capabilities().model_copy(update={"constants": constants})
         world = gpus(claims=claims)
         if op == "all_reduce":

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from gpu_plans import gpu_plan
 
+from mkernel.backends.accelerators.cuda.capabilities import MOST_RANKS, OPS
+from mkernel.backends.accelerators.cuda.collectives import mail
+from mkernel.backends.accelerators.cuda.machine import machine
+from mkernel.backends.accelerators.cuda.schedule import TilingName
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.capabilities import MOST_RANKS, OPS
-from mkernel.backends.accelerators.hopper.collectives import mail
 from mkernel.backends.accelerators.hopper.gemm import tuning
-from mkernel.backends.accelerators.hopper.machine import machine
-from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, TilingName
+from mkernel.backends.accelerators.hopper.schedule import GatherSchedule
 from mkernel.errors import MkernelError
 from mkernel.plan import few_rows, planner
 from mkernel.plan.model import GemmShape, LaunchPlan

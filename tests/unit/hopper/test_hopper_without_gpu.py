@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from mkernel.backends.accelerators import cuda
-from mkernel.backends.accelerators.hopper import backend as backend_module
-from mkernel.backends.accelerators.hopper import native
+from mkernel.backends.accelerators.cuda import backend as backend_module
+from mkernel.backends.accelerators.cuda import native_kernels as native
+from mkernel.backends.accelerators.cuda.device_session import DeviceLaunch, StartedCalls
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.device_session import HopperLaunch, StartedCalls
 from mkernel.backends.accelerators.hopper.dispatch import FUSED
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
@@ -38,7 +38,7 @@ class FakeDevice:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stands for ``_cuda`` on a host of four devices, and for ``_hopper``."""
+    """Stands for ``_cuda`` on a host of four devices, and for ``_kernels``."""
     made = SimpleNamespace(
         CudaError=CudaError,
         versions=lambda: (13000, 13000),
@@ -106,7 +106,7 @@ def test_status_names_what_is_missing(fake: Any, monkeypatch: pytest.MonkeyPatch
 
 def test_a_build_without_nvcc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> None:
-        raise BackendUnavailable("the CUDA kernels do not import: No module named '_hopper'")
+        raise BackendUnavailable("the CUDA kernels do not import: No module named '_kernels'")
 
     monkeypatch.setattr(native, "native", absent)
     status = HopperAccelerator().status()
@@ -123,7 +123,9 @@ def test_what_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     assert claimed.stream_ordered
     assert not claimed.multicast
     assert claimed.dtype_pairs() == (("bfloat16", "bfloat16"), ("float16", "float16"))
-    plan: Any = SimpleNamespace(op="gemm_all_reduce", path="fused", schedule=None)
+    plan: Any = SimpleNamespace(
+        op="gemm_all_reduce", path="fused", schedule=None, accelerator="hopper"
+    )
     monkeypatch.setattr(FUSED["gemm_all_reduce"], "workspace", lambda plan: Workspace((10,)))
     workspace = HopperAccelerator().workspace(plan)
     assert (workspace.areas, workspace.signals) == ((10,), 0)
@@ -159,7 +161,7 @@ def test_a_launch_is_waited_for_until_the_device_is_past_it() -> None:
             return self.looks > 20
 
     order: Any = Order()
-    launch = HopperLaunch(order, 5, None)
+    launch = DeviceLaunch(order, 5, None)
     assert not launch.wait(0.0)
     assert order.looks == 1
     assert launch.wait(60.0)
@@ -168,8 +170,7 @@ def test_a_launch_is_waited_for_until_the_device_is_past_it() -> None:
 
 def test_the_native_modules_load_without_a_driver() -> None:
     try:
-        from mkernel.backends.accelerators.cuda import _cuda
-        from mkernel.backends.accelerators.hopper import _hopper
+        from mkernel.backends.accelerators.cuda import _cuda, _kernels
     except ImportError:
         pytest.skip("built without nvcc")
     driver, runtime = _cuda.versions()
@@ -178,17 +179,17 @@ def test_the_native_modules_load_without_a_driver() -> None:
         with pytest.raises(_cuda.CudaError, match=r"cudaGetDeviceCount failed: \w+ \(\d+\)"):
             _cuda.devices()
         with pytest.raises(_cuda.CudaError):
-            _hopper.ControlBlock()
+            _kernels.ControlBlock()
 
 
 def test_the_number_of_the_first_call_is_written_where_native_code_says() -> None:
     """Before any peer maps the memory: the epoch, and each copy of it that copy engines read."""
     try:
-        from mkernel.backends.accelerators.hopper import _hopper
+        from mkernel.backends.accelerators.cuda import _kernels
     except ImportError:
         pytest.skip("built without nvcc")
-    offsets = _hopper.epoch_offsets()
-    assert len(set(offsets)) == len(offsets) == 1 + _hopper.MAX_COPIED_CHUNKS
+    offsets = _kernels.epoch_offsets()
+    assert len(set(offsets)) == len(offsets) == 1 + _kernels.MAX_COPIED_CHUNKS
     assert offsets[0] == 0
     assert all(offset % 8 == 0 and offset < 64 << 10 for offset in offsets)
 

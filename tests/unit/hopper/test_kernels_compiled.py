@@ -14,7 +14,8 @@ sys.path.append(str(Path(__file__).parents[3] / "scripts"))
 import ptxas_words
 
 ROOT = Path(__file__).parents[3]
-BUILT = ROOT / "build/native/backends/accelerators/hopper/CMakeFiles/mkernel_hopper_kernels.dir"
+BUILT = {"hopper": "mkernel_hopper_kernels", "cuda": "mkernel_base_kernels"}
+"""What compiles kernels, by the room that they are in."""
 SPILLED_BYTES = {
     "gemm/all_gather_gemm_bf16": 0,
     "gemm/gemm_reduce_bf16": 8,
@@ -74,8 +75,10 @@ def test_spilled_bytes_are_seen(tmp_path: Path) -> None:
 
 
 def _said_of(kernels: str, folder: Path) -> str:
-    source = ROOT / f"backends/accelerators/hopper/kernels/{kernels}.cu"
-    said = ptxas_words.words_of(BUILT / f"kernels/{kernels}.cu.o", source)
+    sources = {room: ROOT / f"backends/accelerators/{room}/kernels/{kernels}.cu" for room in BUILT}
+    ((room, source),) = ((room, source) for room, source in sources.items() if source.exists())
+    objects = ROOT / f"build/native/backends/accelerators/{room}/CMakeFiles/{BUILT[room]}.dir"
+    said = ptxas_words.words_of(objects / f"kernels/{kernels}.cu.o", source)
     if said is None:  # not built, or not from the sources that are here now
         said = _compiled(source, folder)
     return said

@@ -12,11 +12,12 @@ import pytest
 from gpu_plans import gpu_plan
 from plan_walk import WalkedWorld
 
-from mkernel.backends.accelerators.hopper.attention import tuning as attention_tuning
+from mkernel.backends.accelerators.cuda.attention import tuning as attention_tuning
+from mkernel.backends.accelerators.cuda.native_kernels import native
+from mkernel.backends.accelerators.cuda.schedule import FLAGS
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.gemm import tuning
-from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.schedule import FLAGS, ReduceSchedule
+from mkernel.backends.accelerators.hopper.schedule import ReduceSchedule
 from mkernel.errors import Unsupported
 from mkernel.plan.arguments import Around
 from mkernel.plan.model import AttentionShape, Scales

@@ -11,6 +11,7 @@ from library_fabric import Fabric
 from test_hopper_library import planned
 
 from mkernel.backends.accelerators.cuda import long_products
+from mkernel.backends.accelerators.cuda.gemm import library as library_path
 from mkernel.backends.accelerators.cuda.long_products import (
     STEP,
     Matrix,
@@ -20,7 +21,6 @@ from mkernel.backends.accelerators.cuda.long_products import (
     proven,
     untried_mm,
 )
-from mkernel.backends.accelerators.hopper.gemm import library as library_path
 from mkernel.plan.two_generation_cache import TwoGenerationCache
 
 K = 5 * STEP + 40

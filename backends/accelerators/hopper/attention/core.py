@@ -7,11 +7,34 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mkernel.backends.accelerators.hopper.attention.library import Seen
-from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.cuda.attention.in_parts import AttentionExecutor
+from mkernel.backends.accelerators.cuda.attention.library import Seen
+from mkernel.backends.accelerators.cuda.attention.ring import Source
+from mkernel.backends.accelerators.cuda.attention.tuning import attention_shape
+from mkernel.backends.accelerators.cuda.native_kernels import native
+from mkernel.backends.accelerators.cuda.schedule import AttentionSchedule
+from mkernel.backends.accelerators.hopper.attention.tuning import core_takes
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.accelerators.cuda import _kernels
+
+
+class AttentionCoreExecutor(AttentionExecutor):
+    """The executor of ring attention by parts, each of which our own kernel computes."""
+
+    @staticmethod
+    def checked(plan: LaunchPlan) -> AttentionSchedule:
+        """Return the schedule. ArgumentError for one that a call would not follow."""
+        if core_takes(attention_shape(plan)):
+            return plan.part(AttentionSchedule)
+        return AttentionExecutor.checked(plan)
+
+    def _attend(self, call: Call, source: Source, q: Tensor, causal: bool, scale: float) -> Seen:
+        # The own part may run at the same time as the others' parts, which follow one another.
+        counters = counters_of(call.workspace, source.rank != call.rank)
+        return attend(q, source.k, source.v, source.first, causal, scale, counters)
 
 
 def attend(
@@ -29,13 +52,13 @@ def attend(
 def core(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
     counters: int,
-) -> _hopper.Core:  # fmt: skip
+) -> _kernels.Core:  # fmt: skip
     """Describe attention of q [B, Hq, R, 128] on k and v [B, Hkv, K, 128] into ``out``, like q, and
     ``lse`` [B, Hq, R], packed.
 
     ``counters``: address of two words that every launch leaves zero, as it found them, also after a
     failed wait; launches that may run at the same time have their own (:func:`counters_of`)."""
-    made: _hopper.Core = native().Core(
+    made: _kernels.Core = native().Core(
         [(each.data_ptr(), each.stride()[:3]) for each in (q, k, v, out)],
         lse.data_ptr(),
         counters,

@@ -15,17 +15,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from mkernel.backends.accelerators.hopper.attention.core import core, counters_of
-from mkernel.backends.accelerators.hopper.attention.ring import AttentionRing, Queries, ring_keys
-from mkernel.backends.accelerators.hopper.attention.tuning import kernel_takes
-from mkernel.backends.accelerators.hopper.device_world import (
+from mkernel.backends.accelerators.cuda.attention.ring import AttentionRing, Queries, ring_keys
+from mkernel.backends.accelerators.cuda.device_world import (
     DispatchContext,
     call_id,
     device_world,
     one_node,
 )
-from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.operands import deliver, writable
+from mkernel.backends.accelerators.cuda.native_kernels import native
+from mkernel.backends.accelerators.cuda.operands import deliver, writable
+from mkernel.backends.accelerators.hopper.attention.core import core, counters_of
+from mkernel.backends.accelerators.hopper.attention.tuning import kernel_takes
 from mkernel.backends.accelerators.hopper.schedule import AttentionKernelSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace, aligned
@@ -33,7 +33,7 @@ from mkernel.errors import ArgumentError
 from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.accelerators.cuda import _kernels
 
 
 class AttentionKernelExecutor:
@@ -72,7 +72,9 @@ class AttentionKernelExecutor:
         """Return None: calls are started from Python."""
         return None
 
-    def _attend(self, call: Call, world: _hopper.DeviceWorld, exchanges: bool, stream: int) -> None:
+    def _attend(
+        self, call: Call, world: _kernels.DeviceWorld, exchanges: bool, stream: int
+    ) -> None:
         """Queue the kernel."""
         made, sources = native(), self._ring.sources
         q, scale, _ = Queries.of(call)

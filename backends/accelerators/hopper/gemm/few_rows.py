@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mkernel.backends.accelerators.hopper.collectives.norm import normalise
-from mkernel.backends.accelerators.hopper.device_world import (
+from mkernel.backends.accelerators.cuda.collectives.norm import normalise
+from mkernel.backends.accelerators.cuda.device_world import (
     NO_DATA,
     DispatchContext,
     call_id,
@@ -21,18 +21,18 @@ from mkernel.backends.accelerators.hopper.device_world import (
     device_world,
     one_node,
 )
+from mkernel.backends.accelerators.cuda.native_kernels import native
+from mkernel.backends.accelerators.cuda.prefetch import prefetch_of
+from mkernel.backends.accelerators.cuda.starters import normed_rows
 from mkernel.backends.accelerators.hopper.gemm.fused import Operands, pitches, scaling
-from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.prefetch import prefetch_of
 from mkernel.backends.accelerators.hopper.schedule import FewRowsSchedule
-from mkernel.backends.accelerators.hopper.starters import normed_rows
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.accelerators.cuda import _kernels
 
 
 class FewRowsExecutor:
@@ -108,7 +108,7 @@ class FewRowsExecutor:
 
     @staticmethod
     def _start(
-        calls: _hopper.FewRowsCalls,
+        calls: _kernels.FewRowsCalls,
         call: Call,
         operands: Operands,
         stream: int,
@@ -116,17 +116,17 @@ class FewRowsExecutor:
         number, more = call_id(call), prefetch_of(call)
         calls.start(number, call.timeout_s, operands.tensors(), stream, **more)
 
-    def _together(self, call: Call) -> _hopper.Collective:
+    def _together(self, call: Call) -> _kernels.Collective:
         """Return the collective of the sequential view."""
         context = self._context
         world = self._world.of_call(call_id(call), call.timeout_s)
-        made: _hopper.Collective = native().Collective(
+        made: _kernels.Collective = native().Collective(
             world, _staging(self._plan), blocks=collective_blocks(context)
         )
         return made
 
 
-def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
+def _schedule(plan: LaunchPlan) -> _kernels.FewRowsSchedule:
     """Return the native schedule. ArgumentError for a schedule that a call would not follow."""
     how = plan.part(FewRowsSchedule)
     if how.product not in (plan.out_dtype, "float32"):
@@ -136,7 +136,7 @@ def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
     if how.normalises:
         raise ArgumentError("plan.schedule.normalises", True, "False: a kernel that follows does")
     exchanges = native().FewRowsExchange
-    made: _hopper.FewRowsSchedule = native().FewRowsSchedule(
+    made: _kernels.FewRowsSchedule = native().FewRowsSchedule(
         m=plan.gemm.m,
         splits=how.splits,
         unrounded=how.product == "float32",
@@ -146,11 +146,11 @@ def _schedule(plan: LaunchPlan) -> _hopper.FewRowsSchedule:
     return made
 
 
-def _product(plan: LaunchPlan) -> _hopper.Product:
+def _product(plan: LaunchPlan) -> _kernels.Product:
     """Return the plan's product, without tensors yet. The kernel ignores band, and without tiles also
     the tiling."""
     made, how = native(), plan.part(FewRowsSchedule)
-    product: _hopper.Product = made.Product(
+    product: _kernels.Product = made.Product(
         n=plan.gemm.n,
         k=plan.gemm.k,
         half=plan.out_dtype == "float16",

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from mkernel.backends.accelerators.hopper.collectives.landing import outputs_of, wanted
-from mkernel.backends.accelerators.hopper.collectives.norm import normalise
-from mkernel.backends.accelerators.hopper.device_world import (
+from mkernel.backends.accelerators.cuda.collectives.landing import outputs_of, wanted
+from mkernel.backends.accelerators.cuda.collectives.norm import normalise
+from mkernel.backends.accelerators.cuda.device_world import (
     NO_DATA,
     DispatchContext,
     between_nodes,
@@ -29,23 +29,20 @@ from mkernel.backends.accelerators.hopper.device_world import (
     collective_blocks,
     device_world,
 )
+from mkernel.backends.accelerators.cuda.gemm.library import scales_of_a_rank
+from mkernel.backends.accelerators.cuda.native_kernels import native
+from mkernel.backends.accelerators.cuda.operands import deliver, writable
+from mkernel.backends.accelerators.cuda.schedule import TilingName
+from mkernel.backends.accelerators.cuda.starters import normed_rows
 from mkernel.backends.accelerators.hopper.gemm import tuning
-from mkernel.backends.accelerators.hopper.gemm.library import scales_of_a_rank
-from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.operands import deliver, writable
-from mkernel.backends.accelerators.hopper.schedule import (
-    GatherSchedule,
-    ReduceSchedule,
-    TilingName,
-)
-from mkernel.backends.accelerators.hopper.starters import normed_rows
+from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace, aligned
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.model import DTYPE_BYTES, LaunchPlan, ScaleMode
 
 if TYPE_CHECKING:
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.accelerators.cuda import _kernels
 
 
 # ---- what follows from a plan --------------------------------------------------------------------
@@ -65,7 +62,7 @@ def _hierarchical(plan: LaunchPlan, how: GatherSchedule | ReduceSchedule) -> boo
     return wanted
 
 
-def _gather(plan: LaunchPlan) -> tuple[GatherSchedule, _hopper.AllGatherSchedule]:
+def _gather(plan: LaunchPlan) -> tuple[GatherSchedule, _kernels.AllGatherSchedule]:
     how, rows = plan.part(GatherSchedule), plan.gemm.m // plan.world_size
     if plan.nodes > 1 and (how.push_blocks == 0 or how.slices != 1):
         raise ArgumentError(
@@ -101,8 +98,8 @@ def _staging(plan: LaunchPlan) -> int:
     return needed
 
 
-def _element(plan: LaunchPlan) -> _hopper.Element:
-    found: _hopper.Element = getattr(native().Element, plan.out_dtype)
+def _element(plan: LaunchPlan) -> _kernels.Element:
+    found: _kernels.Element = getattr(native().Element, plan.out_dtype)
     return found
 
 
@@ -130,10 +127,10 @@ class AllGatherExecutor:
         )
 
     @cached_property
-    def _copies(self) -> _hopper.GatheredCopies:
+    def _copies(self) -> _kernels.GatheredCopies:
         made, plan = native(), self._plan
         height, width = scales_of_a_rank(plan)
-        found: _hopper.GatheredCopies = made.GatheredCopies(
+        found: _kernels.GatheredCopies = made.GatheredCopies(
             self._context.device,
             self._world,
             self._rows * plan.gemm.k * DTYPE_BYTES[plan.dtype],
@@ -188,7 +185,7 @@ class AllGatherExecutor:
         return found
 
     def _one_after_the_other(
-        self, call: Call, operands: Operands, tensors: _hopper.GemmTensors, stream: int
+        self, call: Call, operands: Operands, tensors: _kernels.GemmTensors, stream: int
     ) -> None:
         """Queue the transfer of the rows and then the kernel, or the kernel alone."""
         made, device = native(), self._context.device
@@ -225,8 +222,8 @@ class ReduceExecutor:
         self._product = _product(plan, how, how.tiling)
         self._everywhere = plan.op == "gemm_all_reduce"
 
-        def schedule(alone: bool) -> _hopper.ReduceSchedule:
-            found: _hopper.ReduceSchedule = made.ReduceSchedule(
+        def schedule(alone: bool) -> _kernels.ReduceSchedule:
+            found: _kernels.ReduceSchedule = made.ReduceSchedule(
                 m=plan.gemm.m,
                 rows=how.rows,
                 panel_rows=how.panel_rows,
@@ -246,11 +243,11 @@ class ReduceExecutor:
             context.device, self._world, self._product, self._whole, self._outputs_of(context)
         )
 
-    def _outputs_of(self, context: DispatchContext) -> _hopper.Outputs:
+    def _outputs_of(self, context: DispatchContext) -> _kernels.Outputs:
         """Return the outputs that an AllReduce's calls announce."""
         if self._everywhere:
             return outputs_of(self._plan, context)
-        nothing: _hopper.Outputs = native().Outputs()
+        nothing: _kernels.Outputs = native().Outputs()
         return nothing
 
     @staticmethod
@@ -395,10 +392,10 @@ class Operands(NamedTuple):
     def bias_address(self) -> int:
         return 0 if self.bias is None else self.bias.data_ptr()
 
-    def tensors(self) -> _hopper.GemmTensors:
+    def tensors(self) -> _kernels.GemmTensors:
         """Return them as native code takes them."""
         strides = {"a": self.a.stride(), "b": self.b.stride()}
-        found: _hopper.GemmTensors = native().GemmTensors(
+        found: _kernels.GemmTensors = native().GemmTensors(
             self.a.data_ptr(),
             self.b.data_ptr(),
             self.out.data_ptr(),
@@ -425,10 +422,10 @@ def pitches(plan: LaunchPlan, strides: Mapping[str, Sequence[int]]) -> dict[str,
     }
 
 
-def scaling(plan: LaunchPlan) -> _hopper.Scaling:
+def scaling(plan: LaunchPlan) -> _kernels.Scaling:
     """Return the kind of a plan's scales. ArgumentError: kernels take none by blocks."""
     made = native().Scaling
-    by: dict[ScaleMode | None, _hopper.Scaling] = {
+    by: dict[ScaleMode | None, _kernels.Scaling] = {
         None: made.none, "tensor": made.single, "row": made.by_rows,
     }  # fmt: skip
     mode = None if plan.scales is None else plan.scales.mode
@@ -439,7 +436,7 @@ def scaling(plan: LaunchPlan) -> _hopper.Scaling:
 
 def _product(
     plan: LaunchPlan, how: GatherSchedule | ReduceSchedule, tiling: TilingName
-) -> _hopper.Product:
+) -> _kernels.Product:
     """Return the plan's product, without tensors yet. ArgumentError: tiles that add with fewer bits
     than required, or that are for e4m3 operands only."""
     made = native()
@@ -447,7 +444,7 @@ def _product(
     if promotes != (tiling == "promoted"):
         legal = "'promoted'" if promotes else "another one: products are not added up in float32"
         raise ArgumentError("plan.schedule.tiling", repr(tiling), legal)
-    product: _hopper.Product = made.Product(
+    product: _kernels.Product = made.Product(
         n=plan.gemm.n,
         k=plan.gemm.k,
         half=plan.out_dtype == "float16",

@@ -15,30 +15,24 @@ from __future__ import annotations
 
 import math
 
-from mkernel.backends.accelerators.hopper.collectives import mail
-from mkernel.backends.accelerators.hopper.gemm import library_tuning, scaled_tuning
-from mkernel.backends.accelerators.hopper.machine import Spread, machine
+from mkernel.backends.accelerators.cuda.gemm import tuning
+from mkernel.backends.accelerators.cuda.machine import Spread, machine
+from mkernel.backends.accelerators.cuda.schedule import FLAGS, TilingName
+from mkernel.backends.accelerators.cuda.transfer.engines import Choice, Engines
+from mkernel.backends.accelerators.hopper.gemm import scaled_tuning
 from mkernel.backends.accelerators.hopper.schedule import (
-    FLAGS,
     FewRowsSchedule,
     GatherSchedule,
-    LibrarySchedule,
     ReduceSchedule,
-    SumSchedule,
-    SumWay,
-    TilingName,
 )
-from mkernel.backends.accelerators.hopper.transfer.engines import Choice, Engines
 from mkernel.plan import paths
 from mkernel.plan.few_rows import cut
 from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, Schedule, SumShape
 from mkernel.plan.pipeline import Exchange
-from mkernel.plan.predict import payloads
 from mkernel.plan.request import Scheduled, ScheduleRequest, TooLarge
 from mkernel.plan.standard import by_rows
 from mkernel.topology.cost import (
     FewRowsConstants,
-    MachineConstants,
     MailedTilesConstants,
     Tile,
     gemm_tile_us,
@@ -70,47 +64,19 @@ SPREADS: dict[str, tuple[Spread, ...]] = {
 
 def schedule(request: ScheduleRequest) -> Scheduled:
     """Schedule a plan of a GEMM op or of AllReduce."""
-    return _with_norm(request, _scheduled(request))
-
-
-def _with_norm(request: ScheduleRequest, found: Scheduled) -> Scheduled:
-    """Add the time of a norm of summed rows, either in the kernel that sums them or in one that
-    follows."""
-    plan, times, made = request.plan, found.prediction, found.schedule
-    if plan.norm is None or times is None:
-        return found
-    assert isinstance(plan.shape, GemmShape | SumShape)
-    mailed = isinstance(made, SumSchedule) and made.way != "two_shot"
-    inside = mailed or (isinstance(made, LibrarySchedule) and made.normalises)
-    added = _MACHINE.norms.inside if inside else _MACHINE.norms.behind
-    more = added.of(plan.shape.m * plan.shape.n * DTYPE_BYTES[plan.out_dtype])
-    names = ["compute_us", "sequential_us", "pipelined_us"]
-    names += [f"{plan.path}_us"] if times.fused_us is not None else []
-    later = {name: getattr(times, name) + more for name in names}
-    return found._replace(prediction=times.model_copy(update=later))
+    return tuning.with_norm(request, _scheduled(request))
 
 
 def _scheduled(request: ScheduleRequest) -> Scheduled:
     plan = request.plan
-    if plan.scales is not None and plan.path == "library":
-        return scaled_tuning.schedule(request)
+    if plan.path == "library" or isinstance(plan.shape, SumShape):
+        return tuning.scheduled(request)
     found, world = by_rows(request, chunks=1), plan.world_size
     processors = found.pipeline.compute_blocks
     made: Schedule
-    if isinstance(plan.shape, SumShape):
-        made = sums(
-            plan.shape,
-            world,
-            plan.norm is not None,
-            processors,
-            _MACHINE.on_links_of(plan).constants,
-        )
-        return found._replace(schedule=made)
     shape = plan.gemm
     if plan.scales is not None:
         return _of_scaled(request, found)
-    if plan.path == "library":
-        return library_tuning.schedule(request, found)
     if plan.nodes == 1 and (
         few := paths.few_rows(plan.op, shape, plan.dtype, world, request.constants)
     ):
@@ -436,30 +402,6 @@ def mailed_tiles(
     return FewRowsSchedule(
         splits=1, blocks=processors, product=plan.dtype, tiling=tiling_of(found.tile)
     )
-
-
-def sums(
-    shape: SumShape,
-    world: int,
-    normed: bool,
-    processors: int,
-    constants: MachineConstants | None = None,
-) -> SumSchedule:
-    """Schedule AllReduce: one Lamport exchange if that is faster than two exchanges, everything
-    fits, and a block can keep a row that it normalises; otherwise two exchanges, by mail if that is
-    predicted to be faster and the same holds."""
-    nbytes = shape.m * shape.n * ELEMENT_BYTES
-    sent = payloads("all_reduce", shape, "bfloat16", world)
-    brief = _MACHINE.in_one(nbytes, world) and mail.of_sums(nbytes, world) <= mail.MAIL_BYTES
-    way: SumWay = "two_shot"
-    if brief and (not normed or mail.keeps_rows(shape, world, "one_shot")):
-        way = "mail"
-    elif _MACHINE.twice_by_mail(sent.scatter, sent.spread, world, constants):
-        needed = mail.of_two_exchanges(shape.m * shape.n, world, "bfloat16", "bfloat16")
-        fits = needed <= mail.MAIL_BYTES
-        if fits and (not normed or mail.keeps_rows(shape, world, "two_shot")):
-            way = "mail_twice"
-    return SumSchedule(way=way, blocks=processors)
 
 
 def _up(value: int, by: int) -> int:

@@ -1,11 +1,11 @@
-// The Python module `_hopper`.
+// The Python module `_kernels`.
 #include <pybind11/pybind11.h>
 
 #include "backends/accelerators/hopper/host/bindings.hpp"
 
 namespace py = pybind11;
 
-PYBIND11_MODULE(_hopper, module) {
+PYBIND11_MODULE(_kernels, module) {
     module.doc() = "Kernels for GPUs of compute capability 9.0.";
     // transport's types of an abort's code and diagnosis are used here.
     py::module_::import("mkernel.backends.transport._transport");

@@ -33,11 +33,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from mkernel.backends.accelerators.hopper.device_world import (
+from mkernel.backends.accelerators.cuda.device_world import (
     DispatchContext,
     call_id,
     device_world,
 )
+from mkernel.backends.accelerators.cuda.native_kernels import native
+from mkernel.backends.accelerators.cuda.operands import deliver, writable
+from mkernel.backends.accelerators.cuda.schedule import CombineSchedule, RowsSchedule
 from mkernel.backends.accelerators.hopper.moe.nodes import FarRanks, workspace_of
 from mkernel.backends.accelerators.hopper.moe.tuning import (
     MOST_ROW_BYTES,
@@ -45,14 +48,7 @@ from mkernel.backends.accelerators.hopper.moe.tuning import (
     most_tiles,
     row_bytes,
 )
-from mkernel.backends.accelerators.hopper.native import native
-from mkernel.backends.accelerators.hopper.operands import deliver, writable
-from mkernel.backends.accelerators.hopper.schedule import (
-    CombineSchedule,
-    DispatchSchedule,
-    GemmCombineSchedule,
-    RowsSchedule,
-)
+from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, GemmCombineSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace, aligned
 from mkernel.errors import ArgumentError, Unsupported
@@ -69,7 +65,7 @@ from mkernel.plan.model import (
 )
 
 if TYPE_CHECKING:
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.accelerators.cuda import _kernels
 
 _heights: WeakKeyDictionary[torch.UntypedStorage, tuple[int, int]] = WeakKeyDictionary()
 
@@ -85,9 +81,9 @@ def _version(words: torch.Tensor) -> int:
     return 0 if words.is_inference() else words._version
 
 
-def sizes_of(world: int, tokens: int, top_k: int, experts: int) -> _hopper.MoeSizes:
+def sizes_of(world: int, tokens: int, top_k: int, experts: int) -> _kernels.MoeSizes:
     """Return the sizes as kernels take them. ``experts``: of all ranks."""
-    made: _hopper.MoeSizes = native().MoeSizes(
+    made: _kernels.MoeSizes = native().MoeSizes(
         world=world, tokens=tokens, top_k=top_k, experts=experts // world
     )
     return made
@@ -114,7 +110,7 @@ class _Moe:
         """Return None: calls are started from Python."""
         return None
 
-    def _of_call(self, call: Call) -> _hopper.DeviceWorld:
+    def _of_call(self, call: Call) -> _kernels.DeviceWorld:
         return self._world.of_call(call_id(call), call.timeout_s)
 
     def _exchanges(self, call: Call) -> bool:
@@ -190,7 +186,7 @@ class _Moe:
         height: int = 0,
         gated: bool = False,
         **how: Any,
-    ) -> _hopper.GroupedProduct:
+    ) -> _kernels.GroupedProduct:
         depth, width = w.shape[1:]
         if a.nbytes >= MOST_ROW_BYTES:
             raise ArgumentError("rows", tuple(a.shape), f"fewer than {MOST_ROW_BYTES >> 30} GiB")
@@ -198,7 +194,7 @@ class _Moe:
             raise Unsupported(
                 f"wide tiles of {self._plan.op} with e4m3 weights: there are deep ones"
             )
-        made: _hopper.GroupedProduct = native().GroupedProduct(
+        made: _kernels.GroupedProduct = native().GroupedProduct(
             sizes=self._sizes,
             routing=call.tensors["routing"].data_ptr(),
             a=a.data_ptr(),
@@ -229,8 +225,8 @@ class _Moe:
         *,
         wide: bool,
         by_rank: bool,
-    ) -> _hopper.Home:
-        made: _hopper.Home = native().Home(
+    ) -> _kernels.Home:
+        made: _kernels.Home = native().Home(
             sizes=self._sizes,
             routing=call.tensors["routing"].data_ptr(),
             y=_address(y),
@@ -562,7 +558,7 @@ class GemmCombineExecutor(_Returns):
         deliver(written, out)
 
 
-def _sizes(plan: LaunchPlan) -> _hopper.MoeSizes:
+def _sizes(plan: LaunchPlan) -> _kernels.MoeSizes:
     shape = plan.shape
     assert isinstance(shape, MoeShape | DispatchShape | CombineShape | GemmCombineShape)
     return sizes_of(plan.world_size, shape.tokens, shape.top_k, shape.experts)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mkernel.backends.accelerators.hopper.device_world import between_nodes
-from mkernel.backends.accelerators.hopper.native import native
+from mkernel.backends.accelerators.cuda.device_world import between_nodes
+from mkernel.backends.accelerators.cuda.native_kernels import native
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
     import torch
 
-    from mkernel.backends.accelerators.hopper import _hopper
+    from mkernel.backends.accelerators.cuda import _kernels
 
 
 def workspace_of(plan: LaunchPlan, nbytes: int, outbox: int = 0) -> Workspace:
@@ -33,12 +33,12 @@ def workspace_of(plan: LaunchPlan, nbytes: int, outbox: int = 0) -> Workspace:
 class FarRanks:
     """The ranks of other nodes, in the calls of one plan."""
 
-    def __init__(self, device: int, sizes: _hopper.MoeSizes, row_bytes: int) -> None:
+    def __init__(self, device: int, sizes: _kernels.MoeSizes, row_bytes: int) -> None:
         """Prepare the calls. ``row_bytes``: bytes of a token, or of a returning sum."""
         self._device, self._sizes, self._row_bytes = device, sizes, row_bytes
 
     def send_tokens(
-        self, world: _hopper.DeviceWorld, x: torch.Tensor, ids: torch.Tensor, stream: int
+        self, world: _kernels.DeviceWorld, x: torch.Tensor, ids: torch.Tensor, stream: int
     ) -> None:
         """Send the own tokens and ids, and land those of others. Ids come first: a wait for them
         guarantees that the kernel which sets the flags of tokens is running."""
@@ -48,13 +48,13 @@ class FarRanks:
             made.send_far(self._device, world, tensor.data_ptr(), each, stream)
         made.land_far(self._device, world, slots, stream)
 
-    def send_weights(self, world: _hopper.DeviceWorld, weights: torch.Tensor, stream: int) -> None:
+    def send_weights(self, world: _kernels.DeviceWorld, weights: torch.Tensor, stream: int) -> None:
         """Send the own weights, and land those of others."""
         made, slots = native(), self._sizes.far_weights()
         made.send_far(self._device, world, weights.data_ptr(), slots, stream)
         made.land_far(self._device, world, [slots], stream)
 
-    def send_sums(self, world: _hopper.DeviceWorld, stream: int) -> None:
+    def send_sums(self, world: _kernels.DeviceWorld, stream: int) -> None:
         """Send the contents of the outbox, and land the sums of others."""
         made, slots = native(), self._sizes.far_sums(self._row_bytes)
         outbox = self._sizes.outbox_offset(self._row_bytes)

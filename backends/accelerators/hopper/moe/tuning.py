@@ -17,13 +17,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from mkernel.backends.accelerators.hopper.machine import machine
+from mkernel.backends.accelerators.cuda.machine import machine
+from mkernel.backends.accelerators.cuda.schedule import CombineSchedule, RowsSchedule
 from mkernel.backends.accelerators.hopper.schedule import (
-    CombineSchedule,
     DispatchSchedule,
     ExpertTiling,
     GemmCombineSchedule,
-    RowsSchedule,
 )
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
 from mkernel.errors import ShapeError, Unsupported

@@ -1,0 +1,1 @@
+"""Ring attention by calls of a library on parts."""

@@ -1,0 +1,244 @@
+"""The base of backends on CUDA devices, whatever kernels they have: devices, a world's life, calls.
+
+Its capabilities can be queried without torch; a world's session (``device_session.py``) needs it.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mkernel.backends.accelerators.cuda.isolation import isolation
+from mkernel.backends.accelerators.cuda.machine import FILE
+from mkernel.backends.accelerators.cuda.mover import nic_access, offer_mover
+from mkernel.backends.accelerators.cuda.native import native as cuda
+from mkernel.backends.accelerators.cuda.native_kernels import missing
+from mkernel.backends.accelerators.cuda.settings import CudaSettings
+from mkernel.backends.accelerators.cuda.software import software
+from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
+from mkernel.backends.contracts.instrumented import Instrumented
+from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
+from mkernel.backends.contracts.status import Status
+from mkernel.errors import BackendUnavailable, MkernelError
+from mkernel.plan.model import LaunchPlan
+from mkernel.settings import load_as, variable
+from mkernel.topology.model import Accelerator
+
+if TYPE_CHECKING:
+    import torch
+
+    from mkernel.backends.accelerators.cuda import _cuda
+    from mkernel.backends.accelerators.cuda.device_session import DeviceLaunch, DeviceSession
+    from mkernel.backends.accelerators.cuda.dispatch import Executor
+    from mkernel.backends.transport import _transport
+
+
+class CudaAccelerator(AcceleratorBackend, Instrumented):
+    """A backend for CUDA devices; those of one node reach each other's memory.
+
+    A rank uses one device: torch's current one when the world is made, or, if the process has not
+    used CUDA by then, the one on which the topology places it. Calls run on torch's current stream
+    and one after another; with CUDA graphs, only the streams order replays and other calls.
+
+    Attributes:
+        devices: compute capabilities that it runs on, in words. remedy: what to do without such a
+            device.
+    """
+
+    machine_file: ClassVar[Path | None] = FILE
+    settings: ClassVar[type[CudaSettings]]
+    visibility: ClassVar[Mapping[str, str]] = {"cuda": "CUDA_VISIBLE_DEVICES"}
+    device = "cuda"
+    devices: ClassVar[str]
+    remedy: ClassVar[str]
+
+    def __init__(self) -> None:
+        """Make the backend without starting anything."""
+        self._session: DeviceSession | None = None
+        self._left: list[DeviceSession] = []  # their worlds ended before their kernels did
+
+    @staticmethod
+    @abstractmethod
+    def runs_on(capability: tuple[int, int]) -> bool:
+        """Return whether its kernels run on devices of that compute capability."""
+
+    @staticmethod
+    @abstractmethod
+    def executor_of(plan: LaunchPlan) -> type[Executor]:
+        """Return the executor of the plan's calls. Unsupported."""
+
+    def found(self) -> list[_cuda.DeviceInfo]:
+        """Return this process's devices that it runs on."""
+        return [each for each in cuda().devices() if self.runs_on((each.major, each.minor))]
+
+    def status(self) -> Status:
+        """Return a usable status if the kernels were built and a device, its driver and torch can
+        run them."""
+        lacking = missing()
+        if lacking is not None:
+            return lacking
+        found = self.found()
+        if not found:
+            return Status(False, f"no device of compute capability {self.devices}", self.remedy)
+        import torch
+
+        if not torch.cuda.is_available():
+            return Status(
+                False,
+                f"torch {torch.__version__} sees no CUDA device",
+                "install a torch that is built for the driver's CUDA",
+            )
+        driver = cuda().versions()[0]
+        return Status(
+            True,
+            f"{len(found)} x {found[0].name} ({found[0].multiprocessors} SMs), driver for CUDA "
+            f"{driver // 1000}.{driver % 1000 // 10}; NVLink multicast is not used",
+        )
+
+    def details(self) -> tuple[tuple[str, Status], ...]:
+        """Report modes of the devices in which they do not reach each other's memory."""
+        return isolation()
+
+    def software(self, root: Path) -> tuple[tuple[str, Status], ...]:
+        """Report the compiler that the kernels are built with."""
+        return software(root)
+
+    def probe(self) -> tuple[Accelerator, ...]:
+        """Return this process's devices that it runs on."""
+        if not self.status().usable:
+            return ()
+        return tuple(
+            Accelerator(
+                id=f"cuda{device.index}",
+                kind="cuda",
+                name=device.name,
+                index=device.index,
+                pci=device.pci.lower(),
+                architecture=f"sm_{device.major}{device.minor}",
+                cores=device.multiprocessors,
+            )
+            for device in self.found()
+        )
+
+    def nic_access(self) -> Status:
+        """Return what the driver reports for the first device."""
+        if missing() is not None or not self.found():
+            return Status(False, "there is no device")
+        return nic_access(self.found()[0].index)
+
+    def side_by_side(self, ranks: int) -> Status:
+        """Return whether ranks run side by side: they do under MPS, if their kernels take separate
+        multiprocessors."""
+        shared = super().side_by_side(ranks)
+        found = [] if missing() is not None else self.found()
+        if not found or not found[0].mps:
+            return shared
+        each, there = load_as(self.settings).multiprocessors, found[0].multiprocessors
+        if each is None or each * ranks > there:
+            name = variable(("multiprocessors",), str(self.settings.model_config["env_prefix"]))
+            return Status(
+                False,
+                f"under MPS {ranks} ranks would hold multiprocessors that the others need",
+                f"set {name} to {there // ranks} or fewer",
+            )
+        return Status(
+            True, f"{ranks} ranks share a device under MPS, {each} of {there} multiprocessors each"
+        )
+
+    # ---- a world's life, and its calls -----------------------------------------------------------
+
+    def open(self, device: Accelerator) -> None:
+        """Choose the rank's device and make what its calls need there."""
+        from mkernel.backends.accelerators.cuda.device_session import DeviceSession
+
+        self._session = DeviceSession(device, self)
+        offer_mover()
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait for the device and release it."""
+        session, self._session = self._session, None
+        if session is None or session.close(timeout_s):
+            return True
+        self._left.append(session)
+        return False
+
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
+        """Return a context of the rank's device. ArgumentError for tensors on another one."""
+        return self._open_session().on(tensors)
+
+    def allocate(self, nbytes: int) -> SymmetricMemory:
+        """Allocate zeroed memory of the rank's device."""
+        return self._open_session().allocate(nbytes)
+
+    def attach(self, descriptor: dict[str, Any]) -> SymmetricMemory:
+        """Map a same-node peer's memory for the rank's device. OSError if it is gone."""
+        return self._open_session().attach(descriptor)
+
+    def format(self, memory: SymmetricMemory) -> None:
+        """Write the number of the first call to the words where kernels read it."""
+        self._open_session().format(memory)
+
+    def allocate_staging(self, nbytes: int) -> SymmetricMemory:
+        """Allocate zeroed host memory that kernels access at the same addresses."""
+        return self._open_session().allocate_staging(nbytes)
+
+    def add_outputs(self, own: SymmetricMemory, everywhere: Mapping[int, int]) -> bool:
+        """Add memory for outputs of AllReduces that peers write."""
+        return self._open_session().add_outputs(own, everywhere)
+
+    def allocation(
+        self, plan: LaunchPlan, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Any, tuple[Any, ...]] | None:
+        """Return the allocation of such an output."""
+        return self._open_session().allocation(plan, shape, dtype)
+
+    def graph_pool(self) -> tuple[int, int] | None:
+        """Return a pool for a graph's outputs that peers write."""
+        return self._open_session().outputs.graph_pool()
+
+    def workspace(self, plan: LaunchPlan) -> Workspace:
+        """Return a workspace, shared by all plans of a world. It holds its own flags; signals are
+        for other nodes."""
+        return self.executor_of(plan).workspace(plan)
+
+    def captured(self) -> bool:
+        """Return whether a CUDA graph holds calls of the world."""
+        return self._session is not None and self._session.captured
+
+    def capture(self) -> int:
+        """Return CUDA's number of the capture of torch's current stream."""
+        return 0 if self._session is None else self._session.capture()
+
+    def await_replays(self) -> threading.Event:
+        """Return an event that is set once the rank's whole device is done, because no stream
+        reveals what it replays."""
+        return self._open_session().await_device()
+
+    def refused(self) -> MkernelError | None:
+        """Return the error of a dispatch that had more rows than its capacity."""
+        return None if self._session is None else self._session.refused()
+
+    def launch(self, call: Call) -> DeviceLaunch:
+        """Queue the call on torch's current stream, after the world's previous one."""
+        return self._open_session().launch(call)
+
+    def abort(self, code: _transport.AbortCode) -> None:
+        """Set the word that waiting kernels poll."""
+        session = self._session
+        if session is not None:
+            session.control.abort(code)
+
+    def record(self) -> int:
+        """Return where kernels record their first time-out."""
+        return 0 if self._session is None else self._session.control.record
+
+    def _open_session(self) -> DeviceSession:
+        if self._session is None:
+            raise BackendUnavailable(
+                f"accelerator {self.name!r} is in no world; call mkernel.init() first"
+            )
+        return self._session

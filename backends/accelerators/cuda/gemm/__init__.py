@@ -1,0 +1,1 @@
+"""GEMM ops by library products."""

@@ -1,0 +1,1 @@
+"""MoE without products of its own."""
