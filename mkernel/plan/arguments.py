@@ -169,10 +169,15 @@ def has_library_path(
     path: str, op: OpName, nodes: int, accelerator: str, capabilities: AcceleratorCapabilities
 ) -> bool:
     """Return whether the op has a library path in that world. Raises ArgumentError for an unknown
-    path, and Unsupported if ``path`` asks for a library path that does not exist."""
+    path, and Unsupported if ``path`` asks for one that does not exist."""
     if path not in _PATHS:
         raise ArgumentError("path", repr(path), f"one of: {', '.join(_PATHS)}")
     found = op in capabilities.library_ops and nodes == 1
+    if path == "fused" and op in capabilities.only_library_ops:
+        raise Unsupported(
+            f"accelerator {accelerator!r} has no kernel that does all of {op!r}; "
+            "set MKERNEL_PATH to auto or library"
+        )
     if path == "library" and not found:
         where = f" in a world of {nodes} nodes" if op in capabilities.library_ops else ""
         raise Unsupported(

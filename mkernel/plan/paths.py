@@ -187,6 +187,23 @@ def predict(
     )
 
 
+def predict_library(
+    op: OpName,
+    shape: GemmShape,
+    dtype: DtypeName,
+    world: int,
+    cores: int,
+    constants: MachineConstants,
+) -> Prediction | None:
+    """Predict a call on one node whose op has the library path alone, as :func:`predict` does. None if
+    its constants are missing."""
+    path = constants.library
+    if path is None:
+        return None
+    times = _library(op, shape, dtype, world, cores, path, constants)
+    return prediction(*times, path.start_us, constants)
+
+
 class Times(NamedTuple):
     """Times in microseconds, without the start of a call."""
 

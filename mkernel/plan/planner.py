@@ -446,6 +446,8 @@ class Plans:
         wanted: PathName = "library" if self.path == "library" else "fused"
         if not self.library or not isinstance(shape, GemmShape):
             return wanted, {}
+        if op in self.claims.only_library_ops:
+            return "library", self._predicted_alone(shape)
         if dtype == E4M3:  # the backend has times of its own
             fused = self.path == "fused" and self._fuses_scaled(shape)
             return ("fused" if fused else "library"), {}
@@ -463,6 +465,14 @@ class Plans:
         if self.path == "auto" and library.pipelined_us < fused_times.pipelined_us:
             wanted = "library"
         return wanted, {"fused": fused_times, "library": library}
+
+    def _predicted_alone(self, shape: GemmShape) -> Mapping[PathName, Prediction]:
+        """Return the time of the library path where there is no other."""
+        if self.constants is None or self.dtype == E4M3:
+            return {}
+        cores = self.claims.compute_cores
+        times = paths.predict_library(self.op, shape, self.dtype, self.ranks, cores, self.constants)
+        return {} if times is None else {"library": times}
 
     def _other(
         self, path: PathName, shape: Shape, measured: Mapping[PathName, Prediction]

@@ -1,2 +1,1 @@
-"""The common part of accelerator backends on CUDA devices: memory that peers map, copies, signals.
-It is no backend itself: no entry point names it."""
+"""Backend for CUDA devices that reach each other's memory, and what others on such devices share."""

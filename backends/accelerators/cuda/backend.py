@@ -1,4 +1,5 @@
-"""The base of backends on CUDA devices, whatever kernels they have: devices, a world's life, calls.
+"""The cuda backend: library products, copy engines, exchanges by mail. Those upon it have kernels of
+their own.
 
 Its capabilities can be queried without torch; a world's session (``device_session.py``) needs it.
 """
@@ -6,15 +7,26 @@ Its capabilities can be queried without torch; a world's session (``device_sessi
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mkernel.backends.accelerators.cuda.attention import tuning as attention_tuning
+from mkernel.backends.accelerators.cuda.capabilities import (
+    ATTENTION,
+    MOST_RANKS,
+    PREFETCHES,
+    SUMS,
+    library_ops,
+    scale_modes,
+    torch_is_fit,
+)
+from mkernel.backends.accelerators.cuda.gemm import tuning
 from mkernel.backends.accelerators.cuda.isolation import isolation
-from mkernel.backends.accelerators.cuda.machine import FILE
+from mkernel.backends.accelerators.cuda.machine import FILE, machine
 from mkernel.backends.accelerators.cuda.mover import nic_access, offer_mover
+from mkernel.backends.accelerators.cuda.native import ARCHITECTURE
 from mkernel.backends.accelerators.cuda.native import native as cuda
 from mkernel.backends.accelerators.cuda.native_kernels import missing
 from mkernel.backends.accelerators.cuda.settings import CudaSettings
@@ -24,7 +36,9 @@ from mkernel.backends.contracts.instrumented import Instrumented
 from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import BackendUnavailable, MkernelError
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.model import AttentionShape, LaunchPlan
+from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import load_as, variable
 from mkernel.topology.model import Accelerator
 
@@ -38,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class CudaAccelerator(AcceleratorBackend, Instrumented):
-    """A backend for CUDA devices; those of one node reach each other's memory.
+    """The backend for CUDA devices, and the base of others; those of a node reach each other's memory.
 
     A rank uses one device: torch's current one when the world is made, or, if the process has not
     used CUDA by then, the one on which the topology places it. Calls run on torch's current stream
@@ -49,27 +63,31 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
             device.
     """
 
+    name: ClassVar[str] = "cuda"
     machine_file: ClassVar[Path | None] = FILE
-    settings: ClassVar[type[CudaSettings]]
+    settings: ClassVar[type[CudaSettings]] = CudaSettings
     visibility: ClassVar[Mapping[str, str]] = {"cuda": "CUDA_VISIBLE_DEVICES"}
     device = "cuda"
-    devices: ClassVar[str]
-    remedy: ClassVar[str]
+    devices: ClassVar[str] = "9.0"
+    remedy: ClassVar[str] = "use accelerator streams, or an H100"
 
     def __init__(self) -> None:
         """Make the backend without starting anything."""
         self._session: DeviceSession | None = None
         self._left: list[DeviceSession] = []  # their worlds ended before their kernels did
+        self._capabilities: AcceleratorCapabilities | None = None
 
     @staticmethod
-    @abstractmethod
     def runs_on(capability: tuple[int, int]) -> bool:
         """Return whether its kernels run on devices of that compute capability."""
+        return capability == ARCHITECTURE
 
     @staticmethod
-    @abstractmethod
     def executor_of(plan: LaunchPlan) -> type[Executor]:
         """Return the executor of the plan's calls. Unsupported."""
+        from mkernel.backends.accelerators.cuda.dispatch import executor_of
+
+        return executor_of(plan)
 
     def found(self) -> list[_cuda.DeviceInfo]:
         """Return this process's devices that it runs on."""
@@ -148,6 +166,65 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
         return Status(
             True, f"{ranks} ranks share a device under MPS, {each} of {there} multiprocessors each"
         )
+
+    def capabilities(self) -> AcceleratorCapabilities:
+        """Return the capabilities: the GEMM ops by a library's product, AllReduce, and ring attention
+        by a library on parts, in half precision; e4m3 operands of the GEMM ops."""
+        if self._capabilities is None:
+            found = [] if missing() is not None else self.found()
+            processors = found[0].multiprocessors if found else machine().cores
+            most = load_as(self.settings).multiprocessors
+            processors = min(processors, most or processors)
+            ops = (*library_ops(), *SUMS, *(ATTENTION if torch_is_fit() else ()))
+            claims: dict[str, Any] = {
+                "ops": ops,
+                "dtypes": ("bfloat16", "float16"),
+                "out_dtypes": ("bfloat16", "float16"),
+                "mixed_dtypes": False,
+                "rounded_partials": True,
+                "b_layouts": ("row", "column"),
+                "pitched": ("a", "b"),
+                "packed_shards": True,
+                "adds_bias": True,
+                "adds_norm": True,
+                "quantises_norms": True,
+                "scale_modes": scale_modes(),
+                "alignment_bytes": 16,
+                "transfer_paths": ("p2p", "nic", "staged"),
+                "peer_access": True,
+                "multicast": False,
+                "compute_cores": processors,
+                "comm_cores": processors,
+                "most_cores": most,
+                "sums_in_rank_order": False,
+                "most_ranks": MOST_RANKS,
+                "stream_ordered": True,
+                "settles_puts": True,
+                "library_ops": library_ops(),
+                "only_library_ops": library_ops(),
+                "one_node_ops": ops,
+                "prefetch_ops": PREFETCHES,
+                "head_dims": machine().attention.head_dims,
+                "positions": machine().attention.positions,
+                "attention_layouts": ("heads", "positions"),
+                "documents": ("ring_attention",),
+                "kinds": ("cuda",),
+                "architectures": (f"sm_{ARCHITECTURE[0]}{ARCHITECTURE[1]}",),
+                "constants": machine().constants,
+            }
+            self._capabilities = AcceleratorCapabilities(**{**claims, **self.claimed()})
+        return self._capabilities
+
+    def claimed(self) -> dict[str, Any]:
+        """Return what a backend upon this one claims besides, or instead."""
+        return {}
+
+    @classmethod
+    def schedule(cls, request: ScheduleRequest) -> Scheduled:
+        """Choose what is sent, and how."""
+        if isinstance(request.plan.shape, AttentionShape):
+            return attention_tuning.schedule(request)
+        return tuning.schedule(request)
 
     # ---- a world's life, and its calls -----------------------------------------------------------
 

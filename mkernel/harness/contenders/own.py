@@ -226,7 +226,11 @@ class WithOptions(Mkernel):
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
         """Return why the problem has no such options, or None."""
-        if problem.op not in mkernel.capabilities().library_ops:
+        claims = mkernel.capabilities()
+        fused = cls.options.get("path") == "fused"
+        if problem.op not in claims.library_ops or (
+            fused and problem.op in claims.only_library_ops
+        ):
             return "the accelerator has one path for this op: mkernel"
         return "calls with a norm take no such option" if has_norm(problem) else None
 

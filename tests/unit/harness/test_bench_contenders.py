@@ -115,7 +115,7 @@ def test_why_copies_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_norm_takes_no_options_of_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    has = SimpleNamespace(library_ops=("gemm_all_reduce",))
+    has = SimpleNamespace(library_ops=("gemm_all_reduce",), only_library_ops=())
     monkeypatch.setattr(own.mkernel, "capabilities", lambda: has)
     for name in ("mkernel-fused", "mkernel-library", "mkernel-parts", "mkernel-halves"):
         kind = contenders.named(name)
