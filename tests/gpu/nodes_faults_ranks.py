@@ -2,7 +2,7 @@
 one rank each.
 
 A kernel learns of other nodes by words of its rank's signal pad, to which the proxy adds one for each
-arrival (``hopper/device/network.cuh``). So a word to which this process adds one more is an arrival
+arrival (``cuda/device/network.cuh``). So a word to which this process adds one more is an arrival
 that is counted once too often, whatever the NIC: from then on each call is told that its bytes are
 there when those of the call before are.
 """

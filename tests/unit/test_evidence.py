@@ -23,7 +23,7 @@ import ways  # noqa: E402
 RESULTS = ROOT / "bench/results"
 MACHINE = "backends/accelerators/cuda/machine.json"
 MACHINE_BEFORE = "backends/accelerators/hopper/machine.json"
-"""Where it was until 7d9b488d."""
+"""The same file has this place at commits until 7d9b488d."""
 HASH = re.compile(r"(?<![\w./-])(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}(?![\w-])")
 LOST = re.compile(r"^Not in this history, .*?: (.*)$", re.MULTILINE)
 """A page's line that names commits which cannot be looked up here, and why."""

@@ -36,7 +36,7 @@ inline constexpr int kBuiltFor[] = {__CUDA_ARCH_LIST__};
 inline constexpr bool kAllSinceHopper = std::ranges::min(kBuiltFor) >= 900;
 
 // Returns true where the current device runs code of the kernel that was compiled for compute capability 9.0 or later
-// (hopper/ptx/since_hopper.cuh).
+// (ptx/since_hopper.cuh).
 template <class... Parameters>
 bool since_hopper(void (*kernel)(Parameters...)) {
     if constexpr (kAllSinceHopper) {

@@ -1,5 +1,5 @@
-"""What the backend for CUDA devices plans, and who runs it: a library's products and exchanges, and
-none of the kernels that backends upon it have."""
+"""The backend for CUDA devices plans a library's products and exchanges, and runs none of the kernels
+that backends upon it have."""
 
 from __future__ import annotations
 

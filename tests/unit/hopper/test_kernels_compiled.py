@@ -15,7 +15,7 @@ import ptxas_words
 
 ROOT = Path(__file__).parents[3]
 BUILT = {"hopper": "mkernel_hopper_kernels", "cuda": "mkernel_base_kernels"}
-"""What compiles kernels, by the room that they are in."""
+"""The targets that compile kernels, by the room that these are in."""
 SPILLED_BYTES = {
     "gemm/all_gather_gemm_bf16": 0,
     "gemm/gemm_reduce_bf16": 8,

@@ -36,7 +36,7 @@ _FEWEST_ROWS = 64  # fewest rows of a piece
 class Way(NamedTuple):
     """One of the ways in which the forward may run."""
 
-    schedule: AttentionSchedule | AttentionInPiecesSchedule | Schedule
+    schedule: Schedule
     prediction: Prediction | None
 
     @property
