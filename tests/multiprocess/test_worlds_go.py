@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -167,7 +168,7 @@ def test_an_ended_world_goes_without_the_collector(accelerator: str, nodes: int)
     assert found == [[], []]
 
 
-def leaves_early(port: int, rank: int) -> None:
+def leaves_early(port: int, rank: int, left: Event, ended: Event) -> None:
     """Rank 0, which hosts the store, ends its world while rank 1 still looks for who has come to the
     end: rank 0 has when it is there."""
     os.environ.update(
@@ -184,21 +185,30 @@ def leaves_early(port: int, rank: int) -> None:
         def late(key: str) -> object:
             found = peek(key)
             if found is not None:
-                time.sleep(_LATE_S)  # by now rank 0 has left
+                assert left.wait(DEADLINE_S)
             peek(key)
             return found
 
         bootstrap.peek = late  # type: ignore[method-assign]
-    mkernel.finalize()
-    if not rank:
+        try:
+            mkernel.finalize()
+        finally:
+            ended.set()
+    else:
+        mkernel.finalize()
         gc.collect()
-        time.sleep(3 * _LATE_S)
+        left.set()
+        assert ended.wait(DEADLINE_S)
 
 
 def test_the_store_serves_ranks_that_end_later_than_its_host() -> None:
     context = fork_server.context()
+    left, ended = context.Event(), context.Event()
     with own_port() as port:
-        ranks = [context.Process(target=leaves_early, args=(port, rank)) for rank in range(2)]
+        ranks = [
+            context.Process(target=leaves_early, args=(port, rank, left, ended))
+            for rank in range(2)
+        ]
         for rank in ranks:
             rank.start()
         for rank in ranks:
