@@ -93,7 +93,7 @@ sanitize: sanitizers
 		--no-tests=error --timeout 600
 
 # Builds the targets that follow it under the sanitizer $$which.
-SANITIZED_BUILD = cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_HOPPER=OFF \
+SANITIZED_BUILD = cmake -S . -B build/sanitize-$$which -DMKERNEL_SANITIZE=$$which -DMKERNEL_KERNELS=OFF \
 	-DMKERNEL_NATIVE_TESTS=ON -DMKERNEL_WERROR=ON \
 	-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null \
 	&& cmake --build build/sanitize-$$which --parallel $(JOBS) --target

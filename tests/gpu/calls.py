@@ -23,7 +23,7 @@ LATE_S = 0.02
 """How long a late rank is late."""
 Tensors = dict[str, torch.Tensor]
 Decisions = Mapping[str, Mapping[str, Any]]
-"""By module of Hopper's tuning, what its functions return."""
+"""By module of tuning, what its functions return."""
 
 
 class Shape(Protocol):
@@ -111,7 +111,7 @@ class Work:
 
 @contextmanager
 def deciding(decisions: Decisions) -> Iterator[None]:
-    """Have functions of Hopper's tuning return these values within it, of every plan: one that this
+    """Have functions of tuning return these values within it, of every plan: one that this
     process has made before, in another world too, would be taken again."""
     planner._planned.cache_clear()
     asked: dict[str, mock.Mock] = {}
@@ -119,8 +119,12 @@ def deciding(decisions: Decisions) -> Iterator[None]:
         with ExitStack() as stack:
             for module, returned in decisions.items():
                 mocks = {name: mock.Mock(return_value=each) for name, each in returned.items()}
-                found = importlib.import_module(f"mkernel.backends.accelerators.hopper.{module}")
-                stack.enter_context(mock.patch.multiple(found, **mocks))
+                for backend in ("cuda", "hopper"):
+                    found = importlib.import_module(
+                        f"mkernel.backends.accelerators.{backend}.{module}"
+                    )
+                    there = {name: each for name, each in mocks.items() if hasattr(found, name)}
+                    stack.enter_context(mock.patch.multiple(found, **there))
                 asked |= mocks
             yield
     finally:

@@ -12,7 +12,9 @@ from moe_ranks import Moe, Work
 from torch import Tensor
 
 import mkernel
-from mkernel.backends.accelerators.hopper.moe import executors as backend
+from mkernel.backends.accelerators.cuda.moe import executors as backend
+from mkernel.backends.accelerators.cuda.moe.tuning import row_bytes
+from mkernel.backends.accelerators.hopper.moe import executors as products
 from mkernel.backends.contracts.scaled import dequantised, quantised_blocks
 from mkernel.plan.model import BLOCK
 
@@ -57,7 +59,9 @@ def planted(fault: str, work: Work) -> AbstractContextManager[object]:
             given["a_scales"] = changed(of_rows.roll(1, 1))
         return native.GroupedProduct(**given)
 
-    return calls.native_with(backend, QuantisedRows=quantised_rows, GroupedProduct=product)
+    return calls.native_with(
+        backend, products, QuantisedRows=quantised_rows, GroupedProduct=product
+    )
 
 
 @contextmanager
@@ -132,7 +136,7 @@ def quantised_once(shape: Moe, dtype: torch.dtype) -> list[str]:
 def quantised_alike(x: Tensor) -> None:
     """Quantise rows by the kernel; AssertionError where bits are not torch's."""
     rows, width = x.shape
-    each = backend.row_bytes(width, scaled=True)
+    each = row_bytes(width, scaled=True)
     found = torch.full((rows, each), 0xFF, dtype=torch.uint8, device="cuda")
     given = backend.native().QuantisedRows(
         x=x.data_ptr(), scales=0, out=found.data_ptr(), rows=rows, width=width, row_bytes=each,

@@ -17,7 +17,8 @@ from calls import LATE_S, Decisions, Tensors, spin
 from few_elements import experts_right
 
 import mkernel
-from mkernel.backends.accelerators.hopper.moe import executors as backend
+from mkernel.backends.accelerators.cuda.moe import executors as backend
+from mkernel.backends.accelerators.hopper.moe import executors as products
 from mkernel.backends.contracts.scaled import dequantised, quantised_blocks, spread
 from mkernel.cases import case_of, poison
 from mkernel.cases.comparison import FEW, compare
@@ -452,8 +453,8 @@ def planted(fault: str, work: Any) -> AbstractContextManager[object]:
         native.moe_route(*given)
         _spoil(fault, routed[-1], work)
 
-    def push_rows(device: int, world: Any, rows: int, *rest: Any) -> None:
-        native.push_rows(device, world, old.data_ptr() if fault == "stale" else rows, *rest)
+    def push_whole(device: int, world: Any, rows: int, *rest: Any) -> None:
+        native.push_whole(device, world, old.data_ptr() if fault == "stale" else rows, *rest)
 
     def wanted_tokens(**given: Any) -> Any:
         if fault == "stale":
@@ -483,12 +484,12 @@ def planted(fault: str, work: Any) -> AbstractContextManager[object]:
 
     stack = ExitStack()
     if fault == "uncounted":
-        stack.enter_context(mock.patch.object(backend.DispatchExecutor, "_permute_again"))
-    for each in (backend.DispatchExecutor, backend.RowsExecutor):
+        stack.enter_context(mock.patch.object(products.DispatchExecutor, "_permute_again"))
+    for each in (products.DispatchExecutor, backend.RowsExecutor):
         stack.enter_context(mock.patch.object(each, "start", partialmethod(noted, each.start)))
     stack.enter_context(
         calls.native_with(
-            backend, moe_route=moe_route, push_rows=push_rows, WantedTokens=wanted_tokens,
+            backend, products, moe_route=moe_route, push_whole=push_whole, WantedTokens=wanted_tokens,
             moe_home=moe_home, DispatchedRows=dispatched_rows, GroupedProduct=grouped_product,
         )
     )  # fmt: skip
@@ -515,7 +516,8 @@ def late_tokens(shape: Moe) -> list[str]:
     torch.cuda.synchronize()
     with calls.native_with(
         backend,
-        push_rows=partial(late, native.push_rows),
+        products,
+        push_whole=partial(late, native.push_whole),
         push_wanted=partial(late, native.push_wanted),
     ):
         refused.dispatched()

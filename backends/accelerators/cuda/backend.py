@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mkernel.backends.accelerators.cuda.attention import tuning as attention_tuning
 from mkernel.backends.accelerators.cuda.capabilities import (
     ATTENTION,
+    MOE,
     MOST_RANKS,
     PREFETCHES,
     SUMS,
+    experts,
     library_ops,
     scale_modes,
     torch_is_fit,
@@ -25,6 +27,7 @@ from mkernel.backends.accelerators.cuda.capabilities import (
 from mkernel.backends.accelerators.cuda.gemm import tuning
 from mkernel.backends.accelerators.cuda.isolation import isolation
 from mkernel.backends.accelerators.cuda.machine import FILE, machine
+from mkernel.backends.accelerators.cuda.moe import tuning as moe_tuning
 from mkernel.backends.accelerators.cuda.mover import nic_access, offer_mover
 from mkernel.backends.accelerators.cuda.native import ARCHITECTURE
 from mkernel.backends.accelerators.cuda.native import native as cuda
@@ -168,14 +171,14 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
         )
 
     def capabilities(self) -> AcceleratorCapabilities:
-        """Return the capabilities: the GEMM ops by a library's product, AllReduce, and ring attention
-        by a library on parts, in half precision; e4m3 operands of the GEMM ops."""
+        """Return the capabilities: the GEMM and MoE ops by a library's products, AllReduce, and ring
+        attention by a library on parts, in half precision; e4m3 operands of the GEMM ops."""
         if self._capabilities is None:
             found = [] if missing() is not None else self.found()
             processors = found[0].multiprocessors if found else machine().cores
             most = load_as(self.settings).multiprocessors
             processors = min(processors, most or processors)
-            ops = (*library_ops(), *SUMS, *(ATTENTION if torch_is_fit() else ()))
+            ops = (*library_ops(), *SUMS, *experts(), *(ATTENTION if torch_is_fit() else ()))
             claims: dict[str, Any] = {
                 "ops": ops,
                 "dtypes": ("bfloat16", "float16"),
@@ -202,8 +205,11 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
                 "settles_puts": True,
                 "library_ops": library_ops(),
                 "only_library_ops": library_ops(),
-                "one_node_ops": ops,
+                "one_node_ops": tuple(op for op in ops if op not in MOE),
                 "prefetch_ops": PREFETCHES,
+                "far_returns": ("ranks",),
+                "routing_of_ids": True,
+                "reuses_routing": "in_one_node",
                 "head_dims": machine().attention.head_dims,
                 "positions": machine().attention.positions,
                 "attention_layouts": ("heads", "positions"),
@@ -224,6 +230,8 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
         """Choose what is sent, and how."""
         if isinstance(request.plan.shape, AttentionShape):
             return attention_tuning.schedule(request)
+        if request.plan.op in MOE:
+            return moe_tuning.schedule(request)
         return tuning.schedule(request)
 
     # ---- a world's life, and its calls -----------------------------------------------------------
@@ -281,6 +289,20 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
         """Return a workspace, shared by all plans of a world. It holds its own flags; signals are
         for other nodes."""
         return self.executor_of(plan).workspace(plan)
+
+    def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
+        """Return the words of the ids of all ranks, of tables for the device, and of the number of
+        rows of the outputs (kernels/moe/tables.cuh)."""
+        from mkernel.backends.accelerators.cuda.moe.executors import sizes_of
+
+        words: int = sizes_of(world, tokens, top_k, experts).table_words()
+        return words
+
+    def dispatched_rows(self, routing: torch.Tensor) -> int | None:
+        """Return the number of rows of a dispatch of this process."""
+        from mkernel.backends.accelerators.cuda.moe.executors import known_height
+
+        return known_height(routing)
 
     def captured(self) -> bool:
         """Return whether a CUDA graph holds calls of the world."""

@@ -24,6 +24,14 @@ its calls of cuDNN's attention are the same from then on."""
 _SCALED_TORCH = (2, 10)
 """The first torch that takes block scales as cuBLAS reads them (``aten::_scaled_mm_v2``)."""
 
+_GROUPED_TORCH = (2, 9)
+"""The first torch whose product of groups without rows is zero; before, it hangs."""
+
+
+def experts() -> tuple[str, ...]:
+    """Return the names of the MoE ops that run without kernels of products, with this torch."""
+    return MOE if torch_is_fit(_GROUPED_TORCH) else tuple(op for op in MOE if "gemm" not in op)
+
 
 def ops() -> tuple[str, ...]:
     """Return the names of the ops that run with this torch."""

@@ -14,6 +14,11 @@ from mkernel.backends.accelerators.cuda.device_world import DispatchContext
 from mkernel.backends.accelerators.cuda.gemm.gather_parts import GatherPartsExecutor
 from mkernel.backends.accelerators.cuda.gemm.library import LibraryExecutor
 from mkernel.backends.accelerators.cuda.gemm.reduce_parts import ReducePartsExecutor
+from mkernel.backends.accelerators.cuda.moe.executors import CombineExecutor, RowsExecutor
+from mkernel.backends.accelerators.cuda.moe.grouped import (
+    LibraryCombineExecutor,
+    LibraryDispatchExecutor,
+)
 from mkernel.backends.accelerators.cuda.schedule import AttentionInPiecesSchedule, PartsSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
@@ -49,6 +54,10 @@ Executors = Mapping[str, type[Executor]]
 
 EXECUTORS: Executors = {
     "all_reduce": SumExecutor,
+    "moe_dispatch": RowsExecutor,
+    "moe_dispatch_gemm": LibraryDispatchExecutor,
+    "moe_combine": CombineExecutor,
+    "moe_gemm_combine": LibraryCombineExecutor,
     "ring_attention": AttentionExecutor,
     "ring_attention_backward": AttentionBackwardExecutor,
 }

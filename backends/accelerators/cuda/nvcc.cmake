@@ -8,6 +8,9 @@ if(NOT CMAKE_CUDA_COMPILER)
   endif()
 endif()
 set(CMAKE_CUDA_ARCHITECTURES 90a-real) # wgmma and setmaxnreg are of this architecture alone
+# What other kernels are compiled for: Hopper, and PTX that the driver compiles for any device since 8.0.
+set(MKERNEL_CUDA_ARCHITECTURES "90a-real;80-virtual" CACHE STRING
+  "Architectures of the kernels that need no wgmma, as of CMAKE_CUDA_ARCHITECTURES")
 set(MKERNEL_NVCC_FITS OFF)
 if(CMAKE_CUDA_COMPILER)
   set(CMAKE_CUDA_RUNTIME_LIBRARY Static)

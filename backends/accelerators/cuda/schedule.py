@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from mkernel.plan.model import DtypeName, Schedule
+from mkernel.plan.pipeline import Returns
 
 Way = Literal["one_shot", "two_shot"]
 SumWay = Literal["mail", "mail_twice", "two_shot"]
@@ -188,3 +189,13 @@ class CombineSchedule(Schedule):
 
     kind: Literal["hopper.moe_combine"] = "hopper.moe_combine"
     sum_blocks: int = Field(ge=1)
+
+
+class LibraryCombineSchedule(Schedule):
+    """The schedule of MoE GEMM+combine whose product is a library's. ``returns``: each result travels
+    to its place on the token's rank (``slots``); or a token's results on one rank are added there, and
+    their sum is returned (``ranks``). Kernels of ``sum_blocks`` blocks do either."""
+
+    kind: Literal["cuda.moe_gemm_combine"] = "cuda.moe_gemm_combine"
+    sum_blocks: int = Field(ge=1)
+    returns: Returns

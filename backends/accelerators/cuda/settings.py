@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
@@ -25,6 +27,12 @@ class CudaSettings(BackendSettings):
         ge=0,
         description="for how many results of an AllReduce, of 4 MiB or more, a rank keeps memory that "
         "peers write without a copy; others are copied; 0: all are; the same on all ranks",
+    )
+    tokens: Literal["auto", "whole", "wanted"] = Field(
+        "auto",
+        description="how tokens of an MoE dispatch travel within a node: all of them to every rank, by "
+        "copy engines, or each once to each rank that has an expert of it, by a kernel; auto: "
+        "whichever is predicted to be faster; the same on all ranks",
     )
 
 

@@ -3,7 +3,9 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstddef>
 
 #include "backends/accelerators/cuda/error.hpp"
 
@@ -31,19 +33,17 @@ cudaFuncAttributes load_kernel(void (*kernel)(Parameters...)) {
     return found;
 }
 
-// The compute capabilities that kernels are compiled for, times 100.
-inline constexpr int kBuiltFor[] = {__CUDA_ARCH_LIST__};
-inline constexpr bool kAllSinceHopper = std::ranges::min(kBuiltFor) >= 900;
-
 // Returns true where the current device runs code of the kernel that was compiled for compute capability 9.0 or later
-// (ptx/since_hopper.cuh).
+// (ptx/since_hopper.cuh). All kernels are compiled for the same architectures, so the first one that is queried answers for
+// the others.
 template <class... Parameters>
 bool since_hopper(void (*kernel)(Parameters...)) {
-    if constexpr (kAllSinceHopper) {
-        return true;
-    } else {
-        return load_kernel(kernel).ptxVersion >= 90;
-    }
+    static std::array<std::atomic<signed char>, 64> known;  // by device; 0: not yet
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    std::atomic<signed char>& found = known.at(static_cast<std::size_t>(device));
+    if (found == 0) found = load_kernel(kernel).ptxVersion >= 90 ? 1 : -1;
+    return found > 0;
 }
 
 }  // namespace mkernel::cuda

@@ -21,8 +21,6 @@ from mkernel.plan.model import Activation, AttentionShape, LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
 
 if TYPE_CHECKING:
-    import torch
-
     from mkernel.backends.accelerators.cuda.dispatch import Executor
 
 
@@ -50,9 +48,6 @@ class HopperAccelerator(CudaAccelerator):
             "scaled_experts": True,
             "hierarchical_ops": OPS,
             "one_node_ops": one_node_ops(),
-            "far_returns": ("ranks",),
-            "routing_of_ids": True,
-            "reuses_routing": "in_one_node",
             "activations": get_args(Activation),
         }
 
@@ -64,17 +59,3 @@ class HopperAccelerator(CudaAccelerator):
         if request.plan.op in MOE:
             return moe_tuning.schedule(request)
         return tuning.schedule(request)
-
-    def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
-        """Return the words of the ids of all ranks, of tables for the device, and of the number of
-        rows of the outputs (kernels/moe/tables.cuh)."""
-        from mkernel.backends.accelerators.hopper.moe.executors import sizes_of
-
-        words: int = sizes_of(world, tokens, top_k, experts).table_words()
-        return words
-
-    def dispatched_rows(self, routing: torch.Tensor) -> int | None:
-        """Return the number of rows of a dispatch of this process."""
-        from mkernel.backends.accelerators.hopper.moe.executors import known_height
-
-        return known_height(routing)

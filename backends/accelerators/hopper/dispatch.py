@@ -10,10 +10,8 @@ from mkernel.backends.accelerators.hopper.attention.kernel import AttentionKerne
 from mkernel.backends.accelerators.hopper.gemm.few_rows import FewRowsExecutor
 from mkernel.backends.accelerators.hopper.gemm.fused import AllGatherExecutor, ReduceExecutor
 from mkernel.backends.accelerators.hopper.moe.executors import (
-    CombineExecutor,
     DispatchExecutor,
     GemmCombineExecutor,
-    RowsExecutor,
 )
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionKernelSchedule,
@@ -25,13 +23,9 @@ FUSED: cuda.Executors = {
     "all_gather_gemm": AllGatherExecutor,
     "gemm_reduce_scatter": ReduceExecutor,
     "gemm_all_reduce": ReduceExecutor,
-    "all_reduce": cuda.EXECUTORS["all_reduce"],
-    "moe_dispatch": RowsExecutor,
+    **cuda.EXECUTORS,
     "moe_dispatch_gemm": DispatchExecutor,
-    "moe_combine": CombineExecutor,
     "moe_gemm_combine": GemmCombineExecutor,
-    "ring_attention": cuda.EXECUTORS["ring_attention"],
-    "ring_attention_backward": cuda.EXECUTORS["ring_attention_backward"],
 }
 
 

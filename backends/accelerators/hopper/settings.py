@@ -20,9 +20,3 @@ class HopperSettings(CudaSettings):
         description="how ring attention runs: by calls on parts, or by one kernel where there is one "
         "for the sizes; auto: whichever is predicted to be faster; the same on all ranks",
     )
-    tokens: Literal["auto", "whole", "wanted"] = Field(
-        "auto",
-        description="how tokens of an MoE dispatch travel within a node: all of them to every rank, by "
-        "copy engines, or each once to each rank that has an expert of it, by a kernel; auto: "
-        "whichever is predicted to be faster; the same on all ranks",
-    )

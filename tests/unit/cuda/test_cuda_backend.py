@@ -78,17 +78,19 @@ def test_sums_and_attention_take_kernels_that_any_device_has() -> None:
 def test_ops_that_it_lacks_are_named() -> None:
     claimed = CudaAccelerator().capabilities().ops
     lacking = {op for op in get_args(OpName) if op not in claimed}
-    assert {op.split("_")[0] for op in lacking} == {"moe"}
-    other = planned("all_reduce", {"m": 64, "n": 4096}).model_copy(update={"op": "moe_combine"})
+    assert all(op.startswith("moe") and op.endswith("backward") for op in lacking)
+    other = planned("all_reduce", {"m": 64, "n": 4096})
+    other = other.model_copy(update={"op": "moe_combine_backward"})
     with pytest.raises(
-        Unsupported, match="'cuda' has no kernel of moe_combine; it has: all_reduce"
+        Unsupported, match="'cuda' has no kernel of moe_combine_backward; it has: all_reduce"
     ):
         CudaAccelerator.executor_of(other)
 
 
 def test_what_hopper_has_besides_is_its_own() -> None:
     base, upon = CudaAccelerator().capabilities(), HopperAccelerator().capabilities()
-    assert {*base.ops} < {*upon.ops}
+    assert {*base.ops} == {*upon.ops}
+    assert (base.scaled_experts, upon.scaled_experts) == (False, True)
     assert base.only_library_ops == base.library_ops == upon.library_ops
     assert upon.only_library_ops == ()
     assert (CudaAccelerator.preference, CudaAccelerator.name) == (0, "cuda")

@@ -15,11 +15,12 @@ from plan_walk import Launch, WalkedWorld, decorations
 from mkernel.backends.accelerators.cuda import capabilities
 from mkernel.backends.accelerators.cuda.capabilities import MOE
 from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.moe import executors as moe
 from mkernel.backends.accelerators.cuda.moe.reports import MoeReports
 from mkernel.backends.accelerators.cuda.schedule import RowsSchedule
 from mkernel.backends.accelerators.hopper import dispatch
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.moe import executors as moe
+from mkernel.backends.accelerators.hopper.moe import executors as moe_upon
 from mkernel.backends.accelerators.hopper.moe import tuning as moe_tuning
 from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, GemmCombineSchedule
 from mkernel.backends.contracts.accelerator import Call
@@ -37,12 +38,12 @@ WORLD, RANK, MAIN, BESIDE = 2, 1, 5, 6
 ROWS = 11
 SIZES = {"tokens": 12, "hidden": 64, "features": 128, "experts": 8, "top_k": 3}
 STARTED = (
-    "push_rows", "push_wanted", "moe_route", "quantise_rows", "copy_rows", "moe_grouped", "moe_home",
+    "push_whole", "push_wanted", "moe_route", "quantise_rows", "copy_rows", "moe_grouped", "moe_home",
 )  # fmt: skip
 FRESH = ("a", "out", "out_scales", "scales", "counts", "ids", "y", "permuted")
 """Addresses of memory that a call allocates, or zero."""
 BUILT = (
-    "Routing", "GroupedProduct", "Home", "AllGatherSchedule", "MoeSizes", "QuantisedRows",
+    "Routing", "GroupedProduct", "Home", "MoeSizes", "QuantisedRows",
     "WantedTokens", "DispatchedRows",
 )  # fmt: skip
 
@@ -55,11 +56,15 @@ class Started:
         self.told: list[Any] = []
         self.given: dict[str, dict[str, Any]] = {}
         self.shared = False
-        self.loaded_at: list[int] = []
+        self.loaded_at: list[tuple[str, int]] = []
 
     def load_moe(self, device: int) -> None:
         """Notes behind how much of what was told."""
-        self.loaded_at.append(len(self.names))
+        self.loaded_at.append(("load_moe", len(self.names)))
+
+    def load_grouped(self, device: int) -> None:
+        """Does the same."""
+        self.loaded_at.append(("load_grouped", len(self.names)))
 
     def shares_device(self, device: int, world: Any) -> bool:
         return self.shared
@@ -114,7 +119,8 @@ class Reports(MoeReports):
 @pytest.fixture
 def started(made: Any, monkeypatch: pytest.MonkeyPatch) -> Started:
     module = Started(made)
-    monkeypatch.setattr(moe, "native", lambda: module)
+    for each in (moe, moe_upon):
+        monkeypatch.setattr(each, "native", lambda: module)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return module
 
@@ -254,19 +260,19 @@ def test_no_field_is_decoration(started: Started, op: str, returns: str) -> None
 
 def test_a_dispatch_sorts_while_tokens_travel(started: Started) -> None:
     found = run(called(planned("moe_dispatch_gemm")))
-    assert started.names == [("push_rows", BESIDE), ("moe_route", MAIN), ("moe_grouped", MAIN)]
+    assert started.names == [("push_whole", BESIDE), ("moe_route", MAIN), ("moe_grouped", MAIN)]
     assert found["outputs"].shape == (ROWS, SIZES["features"])
     assert found["counts"].shape == (SIZES["experts"] // WORLD,)
     started.told.clear()
     run(called(planned("moe_dispatch_gemm"), "sequential"))
-    assert started.names == [("push_rows", MAIN), ("moe_route", MAIN), ("moe_grouped", MAIN)]
+    assert started.names == [("push_whole", MAIN), ("moe_route", MAIN), ("moe_grouped", MAIN)]
     started.told.clear()
     run(called(planned("moe_dispatch_gemm"), "compute_only"))
     assert started.names == [("moe_route", MAIN), ("moe_grouped", MAIN)]
     started.told.clear()
     started.shared = True  # copies within a device need room on it
     run(called(planned("moe_dispatch_gemm")))
-    assert started.names[0] == ("push_rows", MAIN)
+    assert started.names[0] == ("push_whole", MAIN)
 
 
 class Joins(Order):
@@ -394,7 +400,7 @@ def test_rows_of_a_routing_that_is_there_need_neither_ids_nor_the_host(started: 
     again = replace(first, plan=plan, tensors={**first.tensors, "topk_ids": words.new_zeros(0)})
     started.told.clear()
     found = run(again)
-    assert started.names == [("push_rows", BESIDE), ("copy_rows", MAIN)]
+    assert started.names == [("push_whole", BESIDE), ("copy_rows", MAIN)]
     assert (found["rows"].shape, "counts" in found) == ((40, SIZES["hidden"]), False)
     copied = words.clone()
     copied[-2] = 24
@@ -422,7 +428,7 @@ def test_a_product_of_a_routing_that_is_there_permutes_its_rows_again(started: S
         made = plan.model_copy(update={"schedule": how})
         started.told.clear()
         found = run(replace(first, plan=made, tensors={**first.tensors, "topk_ids": words[:0]}))
-        assert started.names == [("push_rows", BESIDE), ("moe_grouped", MAIN)]
+        assert started.names == [("push_whole", BESIDE), ("moe_grouped", MAIN)]
         assert (found["outputs"].shape, "counts" in found) == ((40, SIZES["features"]), False)
         zeros = (words == 0).nonzero().flatten().tolist()
         tiles = WORLD * 12 * 3 // 256 + 3 * 8 // WORLD + 1
@@ -461,7 +467,7 @@ def test_results_come_home_by_slot_or_by_rank(started: Started) -> None:
     started.told.clear()
     run(called(returning("ranks")))
     assert [each[0] for each in started.names] == [
-        "push_rows",
+        "push_whole",
         "moe_grouped",
         "moe_home",
         "moe_home",
@@ -557,7 +563,7 @@ def test_tokens_of_e4m3_experts_are_quantised_once_and_travel_with_their_scales(
     call, each = called(plan), SCALED["hidden"] + SCALED["hidden"] // 128 * 4 + 8
     found = run(call)
     assert started.names == [
-        ("quantise_rows", MAIN), ("push_rows", BESIDE), ("moe_route", MAIN), ("moe_grouped", MAIN),
+        ("quantise_rows", MAIN), ("push_whole", BESIDE), ("moe_route", MAIN), ("moe_grouped", MAIN),
     ]  # fmt: skip
     rows, product = started.given["QuantisedRows"], started.given["GroupedProduct"]
     assert rows["x"] == call.tensors["x"].data_ptr()

@@ -1,20 +1,18 @@
-"""The MoE ops on one rank: a plan's workspace, and the queueing of its calls.
+"""The MoE ops around a product: dispatches and combines on one rank.
 
 Data flow of a dispatch:
   x (own) ──copy engines, a second stream──▶ every peer's workspace, a flag behind;
       or, of each peer those that it has experts of, ──a kernel there──▶ the same
   topk_ids ──one kernel──▶ every peer; then the tables of the handle, counts, and rows, which the host
       waits for to size the outputs; with a capacity it waits for nothing
-  rows of x and of the workspace, w ──grouped product──▶ outputs; of many tokens it first copies its
-      rows into memory of their own, one below the other
-A dispatch without a product copies the same tokens to the rows of its results instead. If a dispatch
-uses the routing of an earlier one, no ids travel and nothing is sorted.
-Tokens of e4m3 experts are first quantised, each once, and their scales lie behind them wherever they go
-(kernels/moe/quantise_rows.hpp).
+  rows of x and of the workspace ──one kernel──▶ rows of the outputs, in the order of their experts
+If a dispatch uses the routing of an earlier one, no ids travel and nothing is sorted. Products are
+those of a library (:mod:`.moe.grouped`), or a backend's own.
+Tokens of e4m3 experts are first quantised, each once, and their scales lie behind them wherever they
+go (kernels/moe/quantise_rows.hpp).
 Between nodes tokens, ids, weights and sums travel by puts of a NIC as well (:mod:`.moe.nodes`).
-Results return by slot, straight from the grouped product or from ``y``, and are added on the
-token's rank; or a token's results on one rank are added first (kernels/moe/home.hpp), as is always
-done between nodes.
+Results return by slot and are added on the token's rank; or a token's results on one rank are added
+first (kernels/moe/home.hpp), as is always done between nodes.
 
 Errors. Sums are float32. Results travel in ``partial_dtype``; if they return by rank, they are also
 rounded to it before they are added. If a rank gets more rows than its capacity, no rank computes
@@ -27,7 +25,6 @@ A replay of a graph is no call of the world: wait for its stream before you read
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -38,24 +35,17 @@ from mkernel.backends.accelerators.cuda.device_world import (
     call_id,
     device_world,
 )
+from mkernel.backends.accelerators.cuda.moe.nodes import FarRanks, workspace_of
+from mkernel.backends.accelerators.cuda.moe.tuning import check_size, row_bytes
 from mkernel.backends.accelerators.cuda.native_kernels import native
 from mkernel.backends.accelerators.cuda.operands import deliver, writable
 from mkernel.backends.accelerators.cuda.schedule import CombineSchedule, RowsSchedule
-from mkernel.backends.accelerators.hopper.moe.nodes import FarRanks, workspace_of
-from mkernel.backends.accelerators.hopper.moe.tuning import (
-    MOST_ROW_BYTES,
-    check_size,
-    most_tiles,
-    row_bytes,
-)
-from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, GemmCombineSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace, aligned
-from mkernel.errors import ArgumentError, Unsupported
+from mkernel.errors import ArgumentError
 from mkernel.plan.model import (
     BLOCK,
     DTYPE_BYTES,
-    E4M3,
     CombineShape,
     DispatchShape,
     DtypeName,
@@ -89,7 +79,7 @@ def sizes_of(world: int, tokens: int, top_k: int, experts: int) -> _kernels.MoeS
     return made
 
 
-class _Moe:
+class MoeExecutor:
     """Base of the executors of all MoE ops."""
 
     def __init__(self, call: Call, context: DispatchContext) -> None:
@@ -97,7 +87,7 @@ class _Moe:
         not read."""
         plan = call.plan
         self._context, self._plan = context, plan
-        self._sizes = _sizes(plan)
+        self._sizes = sizes_of_plan(plan)
         self._world = device_world(call, context)
         self._several = plan.world_size > 1
         if plan.nodes > 1:
@@ -116,15 +106,12 @@ class _Moe:
     def _exchanges(self, call: Call) -> bool:
         return self._several and call.view != "compute_only"
 
-    def _copy(
-        self, call: Call, rows: torch.Tensor, count: int, row_bytes: int
-    ) -> Callable[[int], None]:
-        """Return a function that queues copies of ``count`` rows to every peer of this node on a
+    def _copy(self, call: Call, rows: torch.Tensor, nbytes: int) -> Callable[[int], None]:
+        """Return a function that queues copies of so many bytes to every peer of this node on a
         stream."""
         made, device = native(), self._context.device
-        whole = made.AllGatherSchedule(count, count)
-        return lambda stream: made.push_rows(
-            device, self._of_call(call), rows.data_ptr(), row_bytes, whole, stream
+        return lambda stream: made.push_whole(
+            device, self._of_call(call), rows.data_ptr(), nbytes, stream
         )
 
     def _push(
@@ -162,7 +149,7 @@ class _Moe:
         found = torch.empty((count, each), dtype=torch.uint8, device=rows.device)
         quantised = made.QuantisedRows(
             x=rows.data_ptr(),
-            scales=_address(of_rows),
+            scales=address_of(of_rows),
             out=found.data_ptr(),
             rows=count,
             width=width,
@@ -171,50 +158,6 @@ class _Moe:
         )
         made.quantise_rows(self._context.device, quantised, stream)
         return found
-
-    def _product(
-        self,
-        call: Call,
-        a: torch.Tensor,
-        w: torch.Tensor,
-        blocks: int,
-        *,
-        b_scale: torch.Tensor | None,
-        a_scale: torch.Tensor | None = None,
-        out_scale: torch.Tensor | None = None,
-        permuted: torch.Tensor | None = None,
-        height: int = 0,
-        gated: bool = False,
-        **how: Any,
-    ) -> _kernels.GroupedProduct:
-        depth, width = w.shape[1:]
-        if a.nbytes >= MOST_ROW_BYTES:
-            raise ArgumentError("rows", tuple(a.shape), f"fewer than {MOST_ROW_BYTES >> 30} GiB")
-        if b_scale is not None and not how["deep"]:
-            raise Unsupported(
-                f"wide tiles of {self._plan.op} with e4m3 weights: there are deep ones"
-            )
-        made: _kernels.GroupedProduct = native().GroupedProduct(
-            sizes=self._sizes,
-            routing=call.tensors["routing"].data_ptr(),
-            a=a.data_ptr(),
-            permuted=_address(permuted),
-            b=w.data_ptr(),
-            a_scales=_address(a_scale),
-            b_scales=_address(b_scale),
-            out_scales=_address(out_scale),
-            row_bytes=a.shape[1] * a.element_size(),
-            n=width // 2 if gated else width,
-            k=depth,
-            height=height,
-            gated=gated,
-            half=self._plan.out_dtype == "float16",
-            n_major=self._plan.b_layout == "row",
-            waits=self._exchanges(call),
-            blocks=blocks,
-            **how,
-        )
-        return made
 
     def _home(
         self,
@@ -229,7 +172,7 @@ class _Moe:
         made: _kernels.Home = native().Home(
             sizes=self._sizes,
             routing=call.tensors["routing"].data_ptr(),
-            y=_address(y),
+            y=address_of(y),
             weights=call.tensors["topk_weights"].data_ptr(),
             out=out.data_ptr(),
             width=out.shape[1],
@@ -242,14 +185,14 @@ class _Moe:
         return made
 
 
-class _Dispatches(_Moe):
+class DispatchBase(MoeExecutor):
     """Base of the executors of both dispatches."""
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
         """Return the symmetric memory that a dispatch needs. Unsupported."""
         check_size(plan)
-        return workspace_of(plan, _sizes(plan).dispatch_bytes(_row_bytes(plan)))
+        return workspace_of(plan, sizes_of_plan(plan).dispatch_bytes(_row_bytes(plan)))
 
     def _send(
         self, call: Call, x: torch.Tensor, ids: torch.Tensor, pushing: int, stream: int
@@ -322,7 +265,7 @@ class _Dispatches(_Moe):
         made, device = native(), self._context.device
         row_bytes = _row_bytes(self._plan)
         if blocks == 0:
-            return self._copy(call, x, len(x), row_bytes)
+            return self._copy(call, x, len(x) * row_bytes)
         tokens = made.WantedTokens(
             sizes=self._sizes,
             x=x.data_ptr(),
@@ -333,70 +276,19 @@ class _Dispatches(_Moe):
         return lambda stream: made.push_wanted(device, self._of_call(call), tokens, stream)
 
 
-class DispatchExecutor(_Dispatches):
-    """The executor of one plan's MoE dispatch+GEMM calls in a world, into ``routing`` and tensors
-    of its own; or with the ``routing`` of an earlier dispatch."""
-
-    def start(self, call: Call, stream: int) -> Mapping[str, Any]:
-        """Queue one call on a stream; the host waits for the number of rows if neither a capacity nor
-        an earlier dispatch of this process gives it."""
-        made, context, plan = native(), self._context, self._plan
-        shape, how = plan.shape, plan.part(DispatchSchedule)
-        assert isinstance(shape, MoeShape)
-        ids, height = self._own_ids(call)
-        x, w = self._rows(call, "x", stream), aligned(call.tensors["w"])
-        forked = self._send(call, x, ids, how.push_blocks, stream)
-        found: dict[str, torch.Tensor] = {}
-        try:
-            if not shape.routed:
-                found["counts"], height = self._route(
-                    call, ids, stream, how.early_tiles, how.early_rows
-                )
-            elif how.permutes:
-                self._permute_again(call.tensors["routing"])
-            assert height is not None
-            outputs = x.new_empty((height, shape.features), dtype=_dtype(plan.out_dtype))
-            found["outputs"] = outputs
-            if plan.out_dtype == E4M3:
-                sizes = height, shape.features // BLOCK
-                found["scales"] = x.new_empty(sizes, dtype=torch.float32)
-            permuted = x.new_empty((height, x.shape[1])) if how.permutes else None
-            if forked and how.push_blocks and not how.early_tiles:  # it would keep out the push
-                forked = False
-                context.order.join(stream)
-            product = self._product(
-                call, x, w, how.blocks, b_scale=call.tensors.get("w_scale"),
-                out_scale=found.get("scales"), permuted=permuted, out=outputs.data_ptr(),
-                rows=height, height=shape.capacity or 0, tokens=True,
-                gated=shape.activation is not None, deep=how.tiling == "deep", wide=False,
-                home=False, ends=True,
-            )  # fmt: skip
-            made.moe_grouped(context.device, self._of_call(call), product, stream)
-        finally:
-            if forked:
-                context.order.join(stream)
-        return found
-
-    def _permute_again(self, words: torch.Tensor) -> None:
-        """Queue the reset of what a routing counts of permuted rows (kernels/moe/tables.cuh), which its
-        own dispatch did. To autograd the words stay the same; inference mode may have made them."""
-        shape = self._plan.shape
-        assert isinstance(shape, MoeShape)
-        counts = 2 * most_tiles(shape, self._plan.world_size)
-        with torch.inference_mode():
-            words.data[-5 - counts : -4].zero_()  # and how many groups were claimed, behind them
-
-
-class RowsExecutor(_Dispatches):
+class RowsExecutor(DispatchBase):
     """The executor of one plan's calls of MoE dispatch without a product, into ``routing`` and tensors
     of its own; or with the ``routing`` of an earlier dispatch."""
 
     def start(self, call: Call, stream: int) -> Mapping[str, Any]:
         """Queue one call on a stream; the host waits for the number of rows if neither a capacity nor
         an earlier dispatch of this process gives it."""
+        return self._dispatched(call, stream)
+
+    def _dispatched(self, call: Call, stream: int) -> dict[str, torch.Tensor]:
         made, context, plan = native(), self._context, self._plan
         shape, how, words = plan.shape, plan.part(RowsSchedule), call.tensors["routing"]
-        assert isinstance(shape, DispatchShape)
+        assert isinstance(shape, MoeShape | DispatchShape)
         found: dict[str, torch.Tensor] = {}
         ids, height = self._own_ids(call)
         x = self._rows(call, "x", stream)
@@ -405,7 +297,7 @@ class RowsExecutor(_Dispatches):
             if not shape.routed:
                 found["counts"], height = self._route(call, ids, stream)
             assert height is not None
-            rows = x.new_empty((height, shape.hidden), dtype=_dtype(plan.dtype))
+            rows = x.new_empty((height, shape.hidden), dtype=dtype_of(plan.dtype))
             found["rows"] = rows
             if plan.scales is not None:
                 sizes = height, shape.hidden // BLOCK
@@ -418,7 +310,7 @@ class RowsExecutor(_Dispatches):
                 routing=words.data_ptr(),
                 a=x.data_ptr(),
                 out=rows.data_ptr(),
-                scales=_address(found.get("scales")),
+                scales=address_of(found.get("scales")),
                 row_bytes=_row_bytes(plan),
                 width=shape.hidden,
                 height=height,
@@ -440,7 +332,7 @@ def _expect_height(height: int | None) -> None:
         )
 
 
-class _Returns(_Moe):
+class CombineBase(MoeExecutor):
     """Base of the executors of both combines."""
 
     def _by_rank(
@@ -461,7 +353,7 @@ class _Returns(_Moe):
         far = FarRanks(device, self._sizes, row_bytes)
         exchanges = self._exchanges(call)
         forked = exchanges and self._push(
-            call, stream, self._copy(call, weights, 1, weights.nbytes),
+            call, stream, self._copy(call, weights, weights.nbytes),
             lambda beside: far.send_weights(world, weights, beside),
         )  # fmt: skip
         try:
@@ -479,8 +371,18 @@ class _Returns(_Moe):
                 self._context.order.join(stream)
         deliver(written, out)
 
+    def _by_slot(self, call: Call, stream: int, y: torch.Tensor, blocks: int) -> None:
+        """Queue the return of rows ``y``, each to its slot, and their sums."""
+        made, device, world = native(), self._context.device, self._of_call(call)
+        out = call.tensors["out"]
+        written = writable(out)
+        home = self._home(call, y, written, blocks, wide=False, by_rank=False)
+        made.moe_home(device, world, home, made.HomeStep.send_rows, stream)
+        made.moe_home(device, world, home, made.HomeStep.sum_slots, stream)
+        deliver(written, out)
 
-class CombineExecutor(_Returns):
+
+class CombineExecutor(CombineBase):
     """The executor of one plan's MoE combine calls in a world, into ``out``. Between nodes results
     return as sums by rank, in float32."""
 
@@ -490,75 +392,29 @@ class CombineExecutor(_Returns):
         plan.part(CombineSchedule)
         shape = plan.shape
         assert isinstance(shape, CombineShape)
-        if plan.nodes == 1:
-            row_bytes = shape.features * DTYPE_BYTES[plan.dtype]
-            return Workspace((_sizes(plan).home_bytes(row_bytes, False),))
-        row_bytes = shape.features * DTYPE_BYTES["float32"]
-        outbox = plan.world_size * shape.tokens * row_bytes
-        return workspace_of(plan, _sizes(plan).home_bytes(row_bytes, True), outbox)
+        by_rank = plan.nodes > 1
+        row_bytes = shape.features * DTYPE_BYTES["float32" if by_rank else plan.dtype]
+        return returns_workspace(plan, shape.tokens, row_bytes, by_rank=by_rank)
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one call on a stream."""
-        made, device, world = native(), self._context.device, self._of_call(call)
         blocks = self._plan.part(CombineSchedule).sum_blocks
-        y, out = aligned(call.tensors["y"]), call.tensors["out"]
+        y = aligned(call.tensors["y"])
         if self._plan.nodes > 1:
             row_bytes = y.shape[1] * DTYPE_BYTES["float32"]
             self._by_rank(call, stream, row_bytes, y.float, blocks, wide=True)
-            return
-        written = writable(out)
-        home = self._home(call, y, written, blocks, wide=False, by_rank=False)
-        made.moe_home(device, world, home, made.HomeStep.send_rows, stream)
-        made.moe_home(device, world, home, made.HomeStep.sum_slots, stream)
-        deliver(written, out)
+        else:
+            self._by_slot(call, stream, y, blocks)
 
 
-class GemmCombineExecutor(_Returns):
-    """The executor of one plan's MoE GEMM+combine calls in a world, into ``out``."""
-
-    @staticmethod
-    def workspace(plan: LaunchPlan) -> Workspace:
-        """Return the symmetric memory that GEMM+combine needs. Unsupported."""
-        shape, how = plan.shape, plan.part(GemmCombineSchedule)
-        assert isinstance(shape, GemmCombineShape)
-        row_bytes = shape.hidden * DTYPE_BYTES[shape.partial_dtype]
-        nbytes = _sizes(plan).home_bytes(row_bytes, how.returns == "ranks")
-        return workspace_of(plan, nbytes, plan.world_size * shape.tokens * row_bytes)
-
-    def start(self, call: Call, stream: int) -> None:
-        """Queue one call on a stream."""
-        made, device, world, plan = native(), self._context.device, self._of_call(call), self._plan
-        shape, how = plan.shape, plan.part(GemmCombineSchedule)
-        assert isinstance(shape, GemmCombineShape)
-        wide, deep = shape.partial_dtype != plan.out_dtype, how.tiling == "deep"
-        h_scale = call.tensors.get("h_scale")
-        # Rows that are e4m3 already lie as the product reads them.
-        h = self._rows(call, "h", stream) if h_scale is None else aligned(call.tensors["h"])
-        w2 = aligned(call.tensors["w2"])
-        product = partial(
-            self._product, call, h, w2, how.blocks, a_scale=h_scale,
-            b_scale=call.tensors.get("w2_scale"), rows=len(h), tokens=False, deep=deep, wide=wide,
-        )  # fmt: skip
-        if how.returns == "ranks":
-
-            def results() -> torch.Tensor:
-                y = h.new_empty((len(h), shape.hidden), dtype=_dtype(shape.partial_dtype))
-                to_y = product(out=y.data_ptr(), home=False, ends=False)
-                made.moe_grouped(device, world, to_y, stream)
-                return y
-
-            each = shape.hidden * DTYPE_BYTES[shape.partial_dtype]
-            self._by_rank(call, stream, each, results, how.sum_blocks, wide=wide)
-            return
-        out = call.tensors["out"]
-        written = writable(out)
-        made.moe_grouped(device, world, product(out=0, home=True, ends=True), stream)
-        home = self._home(call, None, written, how.sum_blocks, wide=wide, by_rank=False)
-        made.moe_home(device, world, home, made.HomeStep.sum_slots, stream)
-        deliver(written, out)
+def returns_workspace(plan: LaunchPlan, tokens: int, row_bytes: int, *, by_rank: bool) -> Workspace:
+    """Return the symmetric memory in which ``tokens`` of each rank get results, in rows of so many
+    bytes; between nodes with an outbox."""
+    nbytes = sizes_of_plan(plan).home_bytes(row_bytes, by_rank)
+    return workspace_of(plan, nbytes, plan.world_size * tokens * row_bytes)
 
 
-def _sizes(plan: LaunchPlan) -> _kernels.MoeSizes:
+def sizes_of_plan(plan: LaunchPlan) -> _kernels.MoeSizes:
     shape = plan.shape
     assert isinstance(shape, MoeShape | DispatchShape | CombineShape | GemmCombineShape)
     return sizes_of(plan.world_size, shape.tokens, shape.top_k, shape.experts)
@@ -569,10 +425,10 @@ def _row_bytes(plan: LaunchPlan) -> int:
     return row_bytes(plan.shape.hidden, scaled=plan.scales is not None)
 
 
-def _address(tensor: torch.Tensor | None) -> int:
+def address_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _dtype(name: DtypeName) -> torch.dtype:
+def dtype_of(name: DtypeName) -> torch.dtype:
     found: torch.dtype = getattr(torch, name)
     return found

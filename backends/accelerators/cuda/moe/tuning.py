@@ -1,4 +1,4 @@
-"""The schedule of the MoE ops.
+"""The schedule of MoE dispatches and combines, and of products between them that torch makes.
 
 All functions are pure: they read a plan's sizes and ``machine.json`` (:mod:`.machine`).
 
@@ -6,25 +6,21 @@ Tokens travel within a node in one of two ways. Copy engines bring all of them t
 no multiprocessor; with two to four ranks and top-8 that is hardly more than what is wanted. A kernel
 of ``push_blocks`` blocks sends each token only to the ranks that have an expert of it, with uniform
 routing to a share 1 - (1 - 1/W)^k of them. The shorter predicted time decides;
-``MKERNEL_HOPPER_TOKENS`` names one. Between nodes tokens travel whole. The grouped product gathers
-rows by 16-byte copies where it is bound by reading weights, because bulk tensor copies of single rows
-are slower; where the product itself counts, rows are first copied into memory in their order. Experts
-in e4m3 have one tiling.
+``MKERNEL_<ACCELERATOR>_TOKENS`` names one. Between nodes tokens travel whole.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from mkernel.backends.accelerators.cuda.machine import machine
-from mkernel.backends.accelerators.cuda.schedule import CombineSchedule, RowsSchedule
-from mkernel.backends.accelerators.hopper.schedule import (
-    DispatchSchedule,
-    ExpertTiling,
-    GemmCombineSchedule,
+from mkernel.backends.accelerators.cuda.schedule import (
+    CombineSchedule,
+    LibraryCombineSchedule,
+    RowsSchedule,
 )
-from mkernel.backends.accelerators.hopper.settings import HopperSettings
+from mkernel.backends.accelerators.cuda.settings import settings_of
 from mkernel.errors import ShapeError, Unsupported
 from mkernel.plan.model import (
     BLOCK,
@@ -34,13 +30,10 @@ from mkernel.plan.model import (
     DispatchShape,
     GemmCombineShape,
     MoeShape,
-    Prediction,
-    Schedule,
 )
 from mkernel.plan.predict import payloads, predict
 from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest, TooLarge
 from mkernel.plan.standard import by_rows, choose
-from mkernel.settings import load_as
 
 TILE_ROWS = 256
 """Rows of a cluster's tile; as in kernels/moe/tables.cuh."""
@@ -50,8 +43,10 @@ MOST_ROW_BYTES = 1 << 35
 """Exclusive bound on the bytes of a product's rows: kernels count them by 16 bytes, in 31 bits."""
 MOST_WORDS = (1 << 31) - 1
 """The most words of a routing's tables (kernels/moe/tables.cuh)."""
-MOST_EXPERTS = (192 << 10) // 12
+MOST_EXPERTS = (96 << 10) // 12
 """The most experts of a rank, which kernels count in shared memory (kernels/moe/routing.cu)."""
+MOST_GROUPS = 1023
+"""The most experts of a rank that torch multiplies in one product."""
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
@@ -60,41 +55,44 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     check_size(plan)
     check_scaled(plan)
     found = by_rows(request, chunks=1)
-    processors = found.pipeline.compute_blocks
-    # Between nodes a block of another kernel occupies a multiprocessor while tokens land.
-    blocks = max(2, processors // 2 * 2 - (2 if plan.nodes > 1 else 0))
-    sums = processors * SUM_BLOCKS_A_CORE
-    made: Schedule
+    blocks = found.pipeline.compute_blocks * SUM_BLOCKS_A_CORE
     if isinstance(plan.shape, MoeShape | DispatchShape):
-        pushing, considered = push_blocks(plan, processors)
-        pipeline = replace(found.pipeline, whole_tokens=pushing == 0)
-        times = found.prediction
-        if request.constants is not None and request.measured is None:
-            times = predict(plan, request.links, pipeline, request.constants)
-        found = Scheduled(found.schedule, pipeline, times, found.alternatives + considered)
-    if isinstance(plan.shape, DispatchShape):
-        made = RowsSchedule(blocks=sums, push_blocks=pushing)
-    elif isinstance(plan.shape, MoeShape):
-        early = early_tiles(plan, processors, found.prediction, pushing)
-        made = DispatchSchedule(
-            # The push needs room beside early tiles; it has ended before any others begin.
-            blocks=max(2, blocks - pushing) if early else blocks,
-            push_blocks=pushing,
-            early_tiles=early,
-            early_rows=early_rows(plan),
-            permutes=permutes(plan),
-            tiling=tiling(plan.shape.hidden) if permutes(plan) and plan.scales is None else "deep",
+        _check_groups(plan)
+        found, pushing = with_tokens(request, found, push_blocks)
+        return found._replace(schedule=RowsSchedule(blocks=blocks, push_blocks=pushing))
+    if isinstance(plan.shape, GemmCombineShape):
+        _check_groups(plan)
+        returns = found.pipeline.returns
+        return found._replace(schedule=LibraryCombineSchedule(sum_blocks=blocks, returns=returns))
+    return found._replace(schedule=CombineSchedule(sum_blocks=blocks))
+
+
+def with_tokens(
+    request: ScheduleRequest,
+    found: Scheduled,
+    choice: Callable[[CommonPart, int], tuple[int, tuple[Alternative, ...]]],
+) -> tuple[Scheduled, int]:
+    """Return a dispatch's schedule with what is predicted if tokens travel as ``choice`` has it, and
+    the blocks that push them."""
+    plan = request.plan
+    pushing, considered = choice(plan, found.pipeline.compute_blocks)
+    pipeline = replace(found.pipeline, whole_tokens=pushing == 0)
+    times = found.prediction
+    if request.constants is not None and request.measured is None:
+        times = predict(plan, request.links, pipeline, request.constants)
+    return Scheduled(found.schedule, pipeline, times, found.alternatives + considered), pushing
+
+
+def _check_groups(plan: CommonPart) -> None:
+    """Raise Unsupported for more experts than torch's product takes."""
+    shape = plan.shape
+    assert isinstance(shape, MoeShape | DispatchShape | GemmCombineShape)
+    experts = shape.experts // plan.world_size
+    if experts > MOST_GROUPS and not isinstance(shape, DispatchShape):
+        raise Unsupported(
+            f"{plan.op} with {experts} experts on a rank: torch multiplies at most {MOST_GROUPS} "
+            "at once"
         )
-    elif isinstance(plan.shape, GemmCombineShape):
-        made = GemmCombineSchedule(
-            tiling="deep" if plan.scales or reads_weights(plan) else tiling(plan.shape.features),
-            blocks=blocks,
-            sum_blocks=sums,
-            returns=found.pipeline.returns,
-        )
-    else:
-        made = CombineSchedule(sum_blocks=sums)
-    return found._replace(schedule=made)
 
 
 def row_bytes(width: int, *, scaled: bool) -> int:
@@ -112,15 +110,15 @@ def check_scaled(plan: CommonPart) -> None:
     routed = isinstance(plan.shape, MoeShape | DispatchShape) and plan.shape.routed
     if routed and plan.nodes > 1:
         raise Unsupported(
-            "accelerator 'hopper' uses a routing again (handle=) in worlds of one node; "
+            f"accelerator {plan.accelerator!r} uses a routing again (handle=) in worlds of one node; "
             f"this one has {plan.nodes}"
         )
     if plan.scales is None:
         return
     if plan.nodes > 1:
         raise Unsupported(
-            f"accelerator 'hopper' multiplies e4m3 operands of {plan.op} in worlds of one node; "
-            f"this one has {plan.nodes}"
+            f"accelerator {plan.accelerator!r} multiplies e4m3 operands of {plan.op} in worlds of one "
+            f"node; this one has {plan.nodes}"
         )
     shape = plan.shape
     # A tile's columns of the gate have one scale for each block of K, and so have those of up.
@@ -154,63 +152,17 @@ def most_tiles(shape: MoeShape | DispatchShape, world: int) -> int:
     return world * shape.tokens * shape.top_k // TILE_ROWS + 3 * (shape.experts // world) + 1
 
 
-class _Product:
-    """The predicted time of a rank's grouped product, in microseconds, for balanced routing."""
-
-    def __init__(self, plan: CommonPart) -> None:
-        shape, element = plan.shape, DTYPE_BYTES[plan.dtype]
-        assert isinstance(shape, MoeShape | GemmCombineShape)
-        self._rows = shape.tokens * shape.top_k
-        experts = min(shape.experts / plan.world_size, self._rows)
-        self._row_bytes = row_bytes(shape.hidden, scaled=plan.scales is not None)
-        self._times = machine().experts.e4m3_times if plan.scales is not None else 1.0
-        columns = shape.columns if isinstance(shape, MoeShape) else shape.features
-        weights = experts * shape.hidden * columns * element
-        self._work = 2.0 * self._rows * shape.hidden * columns
-        self.weights_us = self._memory_us(weights)
-
-    def us(self, tflops: float) -> float:
-        """Return the time at that rate, which is one of 16-bit operands, if rows are read as they are
-        multiplied."""
-        return max(self.weights_us, self._work / (self._times * tflops * 1e6))
-
-    def permuted_us(self) -> float:
-        """Return the time if rows are copied into order first, beside the product."""
-        how = machine().experts
-        copied = self.weights_us + self._memory_us(2.0 * self._rows * self._row_bytes)
-        product = self._work / (self._times * how.permuted_tflops * 1e6)
-        return how.permute_us + max(copied, product)
-
-    def _memory_us(self, nbytes: float) -> float:
-        return nbytes / (machine().experts.memory_gbs * 1e3)
-
-
-def permutes(plan: CommonPart) -> bool:
-    """Return whether rows are copied into order first: the product is then faster, but moves more
-    bytes."""
-    product = _Product(plan)
-    return product.permuted_us() < product.us(machine().experts.gathered_tflops)
-
-
-def reads_weights(plan: CommonPart) -> bool:
-    """Return whether a product takes as long as reading its weights."""
-    product = _Product(plan)
-    return product.us(machine().experts.ready_tflops) <= product.weights_us
-
-
-def tiling(k: int) -> ExpertTiling:
-    """Return the tiling for many rows of ``k`` elements."""
-    least, most = machine().experts.deep_k
-    return "deep" if least <= k <= most else "wide"
-
-
-def push_blocks(plan: CommonPart, processors: int) -> tuple[int, tuple[Alternative, ...]]:
+def push_blocks(
+    plan: CommonPart, processors: int, us: Callable[[CommonPart, int, int], float] | None = None
+) -> tuple[int, tuple[Alternative, ...]]:
     """Choose the blocks that send each token once to each rank that wants it; 0: copies of all
     tokens to every rank.
 
-    Blocks are chosen if they are predicted to be faster, or requested (:class:`HopperSettings`).
+    Blocks are chosen if they are predicted to be faster, or if ``MKERNEL_<ACCELERATOR>_TOKENS`` names
+    them.
+    ``us``: predicts a dispatch; None: until its rows are there (:func:`arrival_us`).
     Also returns both alternatives, if there are two: between nodes tokens always travel whole."""
-    wished = load_as(HopperSettings).tokens
+    wished = settings_of(plan.accelerator).tokens
     if plan.world_size == 1 or plan.nodes > 1 or wished == "whole":
         return 0, ()
     blocks = max(2, min(machine().experts.push_blocks, processors // 8 * 2))
@@ -219,26 +171,18 @@ def push_blocks(plan: CommonPart, processors: int) -> tuple[int, tuple[Alternati
     return choose(
         "tokens",
         (0, blocks),
-        lambda pushing: _dispatch_us(plan, processors, pushing),
+        lambda pushing: (us or arrival_us)(plan, processors, pushing),
         lambda pushing: "wanted" if pushing else "whole",
     )
 
 
-def _dispatch_us(plan: CommonPart, processors: int, pushing: int) -> float:
-    """Predict a balanced dispatch whose tokens travel by ``pushing`` blocks, or by copy engines. If
-    experts have many own rows, these are multiplied while the others travel, beside the blocks that
-    push."""
-    assert isinstance(plan.shape, MoeShape | DispatchShape)
-    before = 0.0 if plan.shape.routed else machine().experts.route_us
-    if isinstance(plan.shape, DispatchShape):
-        return max(travel_us(plan, pushing), before)
-    product = _Product(plan)
-    multiplied = min(product.us(machine().experts.gathered_tflops), product.permuted_us())
-    own = 0.0
-    if _many_own_rows(plan):
-        multiplied *= processors / (processors - pushing)
-        own = multiplied / plan.world_size
-    return max(travel_us(plan, pushing), before + own) + multiplied - own
+def arrival_us(plan: CommonPart, processors: int, pushing: int) -> float:
+    """Predict the time until the tokens of a balanced dispatch have come, by ``pushing`` blocks or by
+    copy engines, and ids are sorted."""
+    shape = plan.shape
+    assert isinstance(shape, MoeShape | DispatchShape)
+    before = 0.0 if shape.routed else machine().experts.route_us
+    return max(travel_us(plan, pushing), before)
 
 
 def travel_us(plan: CommonPart, pushing: int) -> float:
@@ -254,40 +198,3 @@ def travel_us(plan: CommonPart, pushing: int) -> float:
     usual = machine().experts.push_blocks
     sent = copies.microseconds("put", "plain", usual, round((world - 1) * nbytes))
     return sent * max(1.0, usual / pushing)
-
-
-def _many_own_rows(plan: CommonPart) -> bool:
-    """Return whether an expert gets a tile of rows from one rank."""
-    shape = plan.shape
-    assert isinstance(shape, MoeShape)
-    return shape.tokens * shape.top_k / shape.experts >= early_rows(plan)
-
-
-def early_tiles(
-    plan: CommonPart, processors: int, prediction: Prediction | None, pushing: int = 0
-) -> int:
-    """Return the number of tiles of own tokens that are multiplied while other ranks' tokens
-    travel; 0 if an expert gets few rows. ``prediction``: that of the plan; ``pushing``:
-    :func:`push_blocks`."""
-    shape, world = plan.shape, plan.world_size
-    assert isinstance(shape, MoeShape)
-    rows = shape.tokens * shape.top_k / shape.experts  # of one expert, from one rank
-    if world == 1 or not _many_own_rows(plan):
-        return 0
-    travelling_us = travel_us(plan, pushing)
-    if plan.nodes > 1 and prediction is not None:
-        travelling_us = prediction.comm_us
-    rate = processors * machine().constants.bfloat16_tflops_per_core * 1e6  # flop a microsecond
-    if plan.scales is not None:
-        rate *= machine().experts.e4m3_times
-    weights = shape.hidden * shape.columns  # of one expert
-    height = min(rows // early_rows(plan) * early_rows(plan), TILE_ROWS)
-    read_us = weights * DTYPE_BYTES[plan.dtype] / (machine().experts.memory_gbs * 1e3)
-    return math.ceil(travelling_us / max(2.0 * height * weights / rate, read_us))
-
-
-def early_rows(plan: CommonPart) -> int:
-    """Return the multiple of own rows of an expert that makes tiles which come first. Its other
-    rows are separate tiles, and need the weights again. So these are whole tiles unless tokens take
-    long to arrive."""
-    return machine().experts.far_early_rows if plan.nodes > 1 else TILE_ROWS

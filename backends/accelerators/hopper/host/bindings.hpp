@@ -8,7 +8,7 @@ namespace mkernel::hopper {
 
 void bind_gemm(pybind11::module_& module);
 void bind_attention(pybind11::module_& module);
-void bind_moe(pybind11::module_& module);
+void bind_grouped(pybind11::module_& module);
 void bind_starters(pybind11::module_& module);
 
 }  // namespace mkernel::hopper

@@ -10,46 +10,28 @@
 #include <vector>
 
 #include "backends/accelerators/cuda/device.hpp"
+#include "backends/accelerators/cuda/host/attention/given_rows.hpp"
 #include "backends/accelerators/cuda/host/attention/transfers.hpp"
+#include "backends/accelerators/cuda/host/bindings.hpp"
 #include "backends/accelerators/cuda/kernels/attention/parts.hpp"
-#include "backends/accelerators/hopper/host/bindings.hpp"
-#include "backends/accelerators/hopper/kernels/attention/core.hpp"
-#include "backends/accelerators/hopper/kernels/attention/ring_attention.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
 
-namespace mkernel::hopper {
+namespace mkernel::cuda {
 namespace {
 
-using attention::Core;
+using attention::check_count;
 using attention::Given;
 using attention::Keys;
 using attention::Merge;
 using attention::Part;
 using attention::Piece;
-using attention::Ring;
-using attention::RingPart;
 using attention::Rows;
+using attention::rows;
 using attention::Running;
 using attention::Sum;
 using attention::Sums;
-
-Rows rows(std::uint64_t address, const std::array<std::int64_t, 3>& strides) {
-    constexpr int kElements = 8;  // of 16 bytes
-    const bool fits =
-        strides[0] % kElements == 0 && strides[1] % kElements == 0 && strides[2] % kElements == 0;
-    if (address % 16 != 0 || !fits) {
-        throw py::value_error("rows at " + std::to_string(address) +
-                              " do not start at multiples of 16 bytes");
-    }
-    return {reinterpret_cast<void*>(address), strides[0], strides[1], strides[2]};
-}
-
-void check_count(std::size_t parts) {
-    if (parts <= static_cast<std::size_t>(kMaxRanks)) return;
-    throw py::value_error(std::to_string(parts) + " parts; at most " + std::to_string(kMaxRanks));
-}
 
 Part part(std::uint64_t out, const std::array<std::int64_t, 3>& strides, std::uint64_t lse,
           std::int32_t first) {
@@ -102,44 +84,6 @@ Sums sums(const std::array<Sum, attention::kSums>& of, std::int32_t batch, std::
     return {{of[0], of[1], of[2]}, batch, width, half};
 }
 
-using RowsAt = std::pair<std::uint64_t, std::array<std::int64_t, 3>>;  // address, strides
-
-// `shape`: batch, heads, heads of keys, queries, keys.
-Core core(const std::array<RowsAt, 4>& tensors, std::uint64_t lse, std::uint64_t counters,
-          const std::array<std::int32_t, 5>& shape, float scale, bool causal, bool half) {
-    const auto of = [&](int which) { return rows(tensors[which].first, tensors[which].second); };
-    Core made{};
-    made.q = of(0);
-    made.k = of(1);
-    made.v = of(2);
-    made.out = of(3);
-    made.lse = reinterpret_cast<float*>(lse);
-    made.counters = reinterpret_cast<std::uint32_t*>(counters);
-    made.batch = shape[0];
-    made.heads = shape[1];
-    made.kv_heads = shape[2];
-    made.queries = shape[3];
-    made.keys = shape[4];
-    made.scale = scale;
-    made.causal = causal;
-    made.half = half;
-    return made;
-}
-
-Ring ring(const Core& core, const std::vector<RingPart>& parts, const RowsAt& slots,
-          std::int64_t values, std::int32_t chunk_rows, std::int32_t blocks, bool exchanges) {
-    Ring made{};
-    if (parts.size() > made.parts.size()) check_count(parts.size() + 1);
-    made.core = core;
-    for (const RingPart& each : parts) made.parts[made.count++] = each;
-    made.slots = rows(slots.first, slots.second);
-    made.values = values;
-    made.chunk_rows = chunk_rows;
-    made.blocks = blocks;
-    made.exchanges = exchanges;
-    return made;
-}
-
 }  // namespace
 
 void bind_attention(py::module_& module) {
@@ -169,37 +113,10 @@ void bind_attention(py::module_& module) {
     py::class_<Sum>(module, "Sum")
         .def(py::init(&sum), "given"_a, "out"_a, "strides"_a, "shape"_a, "factor"_a);
     py::class_<Sums>(module, "Sums").def(py::init(&sums), "sums"_a, "batch"_a, "width"_a, "half"_a);
-    py::class_<Core>(module, "Core")
-        .def(py::init(&core), "tensors"_a, "lse"_a, "counters"_a, "shape"_a, "scale"_a, "causal"_a,
-             "half"_a);
-    py::class_<RingPart>(module, "RingPart")
-        .def(py::init([](std::int32_t source, std::int32_t first, std::int32_t keys) {
-                 return RingPart{source, first, keys};
-             }),
-             "source"_a, "first"_a, "keys"_a);
-    py::class_<Ring>(module, "Ring")
-        .def(py::init(&ring), "core"_a, "parts"_a, "slots"_a, "values"_a, "chunk_rows"_a,
-             "blocks"_a, "exchanges"_a);
-    module.attr("COUNTERS_OFFSET") = offsetof(Control, counters);
-    module.attr("COUNTERS_BYTES") = sizeof(Control::counters[0]);
     module.attr("GRADIENT_FLAGS") = attention::kGradientFlags;
     module.attr("MOST_RANKS") = kMaxRanks;
 
     const auto released = py::call_guard<py::gil_scoped_release>();
-    module.def(
-        "attend",
-        [](int device, const Core& core, std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            attention::attend(core, cuda::stream_at(stream));
-        },
-        "device"_a, "core"_a, "stream"_a, released);
-    module.def(
-        "attend_ring",
-        [](int device, const DeviceWorld& world, const Ring& ring, std::uint64_t stream) {
-            const cuda::DeviceScope scope(device);
-            attention::attend_ring(world, ring, cuda::stream_at(stream));
-        },
-        "device"_a, "world"_a, "ring"_a, "stream"_a, released);
     module.def("push_keys", on_device(&attention::push_keys), "device"_a, "world"_a, "k"_a, "v"_a,
                "keys"_a, "zigzag"_a, "chunk"_a, "stream"_a, released);
     module.def("load_attention", on_device(&attention::load), "device"_a, released);
@@ -243,4 +160,4 @@ void bind_attention(py::module_& module) {
         "device"_a, "world"_a, "sums"_a, "blocks"_a, "ends"_a, "stream"_a, released);
 }
 
-}  // namespace mkernel::hopper
+}  // namespace mkernel::cuda

@@ -2,18 +2,17 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "backends/accelerators/cuda/host/bindings.hpp"
 #include "backends/accelerators/cuda/host/moe/far_slots.hpp"
-#include "backends/accelerators/hopper/host/bindings.hpp"
-#include "backends/accelerators/hopper/host/moe/ops.hpp"
+#include "backends/accelerators/cuda/host/moe/ops.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
 
-namespace mkernel::hopper {
+namespace mkernel::cuda {
 
 void bind_moe(py::module_& module) {
     using moe::DispatchedRows;
-    using moe::GroupedProduct;
     using moe::Home;
     using moe::QuantisedRows;
     using moe::ReportBlock;
@@ -74,21 +73,6 @@ void bind_moe(py::module_& module) {
              }),
              py::kw_only(), "x"_a, "scales"_a, "out"_a, "rows"_a, "width"_a, "row_bytes"_a,
              "half"_a);
-    py::class_<GroupedProduct>(module, "GroupedProduct")
-        .def(py::init([](const Sizes& sizes, Address routing, Address a, Address permuted,
-                         Address b, Address out, Address a_scales, Address b_scales,
-                         Address out_scales, Address row_bytes, Word rows, Word n, Word k,
-                         Word height, bool half, bool n_major, bool tokens, bool gated, bool wide,
-                         bool home, bool waits, bool ends, bool deep, Word blocks) {
-                 return GroupedProduct{sizes,    routing,  a,          permuted,  b,      out,
-                                       a_scales, b_scales, out_scales, row_bytes, rows,   n,
-                                       k,        height,   half,       n_major,   tokens, gated,
-                                       wide,     home,     waits,      ends,      deep,   blocks};
-             }),
-             py::kw_only(), "sizes"_a, "routing"_a, "a"_a, "permuted"_a, "b"_a, "out"_a,
-             "a_scales"_a, "b_scales"_a, "out_scales"_a, "row_bytes"_a, "rows"_a, "n"_a, "k"_a,
-             "height"_a, "half"_a, "n_major"_a, "tokens"_a, "gated"_a, "wide"_a, "home"_a,
-             "waits"_a, "ends"_a, "deep"_a, "blocks"_a);
     py::class_<Home>(module, "Home")
         .def(py::init([](const Sizes& sizes, Address routing, Address y, Address weights,
                          Address out, Word width, bool half, bool wide, bool by_rank, bool waits,
@@ -110,6 +94,8 @@ void bind_moe(py::module_& module) {
         "moe_route",
         on_device<const DeviceWorld&, const Routing&, const ReportBlock&, Address>(&moe::route),
         "device"_a, "world"_a, "routing"_a, "report"_a, "stream"_a, released);
+    module.def("push_whole", on_device(&moe::push_whole), "device"_a, "world"_a, "rows"_a,
+               "nbytes"_a, "stream"_a, released);
     module.def("push_wanted",
                on_device<const DeviceWorld&, const WantedTokens&, Address>(&moe::push_wanted),
                "device"_a, "world"_a, "tokens"_a, "stream"_a, released);
@@ -118,8 +104,6 @@ void bind_moe(py::module_& module) {
                "device"_a, "world"_a, "rows"_a, "stream"_a, released);
     module.def("quantise_rows", on_device<const QuantisedRows&, Address>(&moe::quantise_rows),
                "device"_a, "rows"_a, "stream"_a, released);
-    module.def("moe_grouped", on_device(&moe::grouped), "device"_a, "world"_a, "product"_a,
-               "stream"_a, released);
     module.def("moe_home", on_device(&moe::bring_home), "device"_a, "world"_a, "home"_a, "step"_a,
                "stream"_a, released);
     module.def("send_far", on_device(&send_far), "device"_a, "world"_a, "from_"_a, "slots"_a,
@@ -132,4 +116,4 @@ void bind_moe(py::module_& module) {
     module.def("shares_device", &shares_device, "device"_a, "world"_a);
 }
 
-}  // namespace mkernel::hopper
+}  // namespace mkernel::cuda

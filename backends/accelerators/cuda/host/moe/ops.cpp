@@ -1,7 +1,5 @@
-#include "backends/accelerators/hopper/host/moe/ops.hpp"
+#include "backends/accelerators/cuda/host/moe/ops.hpp"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
 #include <atomic>
@@ -12,24 +10,16 @@
 
 #include "backends/accelerators/cuda/device.hpp"
 #include "backends/accelerators/cuda/error.hpp"
-#include "backends/accelerators/hopper/host/tensor_map.hpp"
+#include "backends/accelerators/cuda/host/gemm/parts.hpp"
 
-namespace mkernel::hopper::moe {
+namespace mkernel::cuda::moe {
 
 namespace {
 
 constexpr std::uint64_t kAlignment = 256;
-constexpr std::uint32_t kStageRows = 64;    // of a K-step
-constexpr std::uint32_t kShareRows = 128;   // columns of the weight in one box
-constexpr std::int32_t kScaledBlock = 128;  // elements of a row that have one scale
 
 std::uint64_t aligned(std::uint64_t nbytes) {
     return (nbytes + kAlignment - 1) / kAlignment * kAlignment;
-}
-
-Tables tables_of(const Sizes& sizes, std::uint64_t routing) {
-    return {reinterpret_cast<std::int32_t*>(routing), sizes.world, sizes.tokens, sizes.top_k,
-            sizes.experts};
 }
 
 std::uint64_t places(const Sizes& sizes) {
@@ -44,21 +34,6 @@ std::uint64_t scratch_offset(const Sizes& sizes, std::uint64_t row_bytes) {
 }
 std::uint64_t rows_offset(const Sizes& sizes, bool by_rank) {
     return by_rank ? aligned(places(sizes) * sizeof(float)) : 0;
-}
-
-// Returns what kernels of a dispatch's rows take alike, with or without a product.
-template <class Given>
-GroupedArgs args_of(const DeviceWorld& world, const Given& given) {
-    GroupedArgs args{};
-    args.workspace = workspace_of(world);
-    args.limits = limits_of(world);
-    args.tables = tables_of(given.sizes, given.routing);
-    args.a = reinterpret_cast<const char*>(given.a);
-    args.out = reinterpret_cast<char*>(given.out);
-    args.row_bytes = static_cast<std::int64_t>(given.row_bytes);
-    args.height = given.height;
-    args.waits = given.waits;
-    return args;
 }
 
 }  // namespace
@@ -149,6 +124,18 @@ void route(const DeviceWorld& world, const Routing& routing, const ReportBlock& 
     route(args, cuda::stream_at(stream));
 }
 
+void push_whole(const DeviceWorld& world, std::uint64_t rows, std::uint64_t nbytes,
+                std::uint64_t stream) {
+    const Workspace workspace = workspace_of(world);
+    for (int step = 1; step < workspace.world; ++step) {
+        const int peer = (workspace.rank + workspace.world - step) % workspace.world;
+        if (!workspace.near(peer)) continue;
+        const auto slots = reinterpret_cast<std::uint64_t>(workspace.data(peer));
+        push_part(world, peer, rows, nbytes, slots + workspace.rank * nbytes, workspace.rank,
+                  stream);
+    }
+}
+
 void push_wanted(const DeviceWorld& world, const WantedTokens& tokens, std::uint64_t stream) {
     const PushArgs args{
         .workspace = workspace_of(world),
@@ -163,9 +150,18 @@ void push_wanted(const DeviceWorld& world, const WantedTokens& tokens, std::uint
 }
 
 void copy_rows(const DeviceWorld& world, const DispatchedRows& rows, std::uint64_t stream) {
-    GroupedArgs args = args_of(world, rows);
-    args.out_scales = reinterpret_cast<float*>(rows.scales);
-    args.n = args.k = rows.width;
+    const DispatchedArgs args{
+        .workspace = workspace_of(world),
+        .limits = limits_of(world),
+        .tables = tables_of(rows.sizes, rows.routing),
+        .a = reinterpret_cast<const char*>(rows.a),
+        .out = reinterpret_cast<char*>(rows.out),
+        .scales = reinterpret_cast<float*>(rows.scales),
+        .row_bytes = static_cast<std::int64_t>(rows.row_bytes),
+        .width = rows.width,
+        .height = rows.height,
+        .waits = rows.waits,
+    };
     copy_rows(args, static_cast<std::uint32_t>(rows.blocks), cuda::stream_at(stream));
 }
 
@@ -186,68 +182,7 @@ void load() {
     load_far_slots();
     load_routing();
     load_dispatched_rows();
-    load_grouped<__half>();
-    load_grouped<__nv_bfloat16>();
     load_home();
-}
-
-void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint64_t stream) {
-    GroupedArgs args = args_of(world, product);
-    const auto n = static_cast<std::uint64_t>(product.n);
-    const auto k = static_cast<std::uint64_t>(product.k);
-    const std::uint64_t columns = product.gated ? 2 * n : n;
-    const bool scaled = product.b_scales != 0;
-    const bool quantised = product.out_scales != 0;
-    const ElementType narrow = product.half ? ElementType::float16 : ElementType::bfloat16;
-    const ElementType in = scaled ? ElementType::e4m3 : narrow;
-    args.b = tensor_map({.address = product.b,
-                         .width = product.n_major ? columns : k,
-                         .height = product.n_major ? k : columns,
-                         .depth = static_cast<std::uint64_t>(product.sizes.experts)},
-                        product.n_major ? kStageRows : kShareRows, in);
-    const bool gathers = product.tokens && product.permuted == 0;
-    // Without rows there are no tiles, and nothing reads or writes by these maps.
-    const auto rows_at = [&](std::uint64_t address, std::uint64_t width, std::uint64_t depth,
-                             std::uint64_t pitch, ElementType type) {
-        const bool any = product.rows > 0;
-        return tensor_map({.address = any ? address : product.b,
-                           .width = width,
-                           .height = any ? static_cast<std::uint64_t>(product.rows) : 1,
-                           .depth = depth,
-                           .pitch = pitch},
-                          kBoxRows, type);
-    };
-    const std::uint64_t rows = product.tokens ? product.permuted : product.a;
-    if (!gathers) args.rows = rows_at(rows, k, 0, product.row_bytes / bytes_of(in), in);
-    if (!product.home && !product.wide) {
-        args.results = rows_at(product.out, n, 1, 0, quantised ? ElementType::e4m3 : narrow);
-    }
-    args.permuted = reinterpret_cast<char*>(product.permuted);
-    args.row_scales =
-        reinterpret_cast<const float*>(product.a_scales == 0 ? rows + k : product.a_scales);
-    args.scales_a_row = product.a_scales == 0 ? args.row_bytes / std::int64_t{sizeof(float)}
-                                              : product.k / kScaledBlock;
-    args.b_scales = reinterpret_cast<const float*>(product.b_scales);
-    args.out_scales = reinterpret_cast<float*>(product.out_scales);
-    args.n = product.n;
-    args.k = product.k;
-    args.home = product.home;
-    args.keeps = !product.waits;
-    args.ends = product.ends;
-    const GroupedVariant variant{
-        .n_major_b = product.n_major,
-        .gathers = gathers,
-        .gated = product.gated,
-        .wide = product.wide,
-        .deep = product.deep,
-        .quantised = quantised,
-    };
-    const bool half = product.half && !(scaled && (product.wide || quantised));
-    const auto launch =
-        scaled ? (half ? &launch_grouped_e4m3<__half> : &launch_grouped_e4m3<__nv_bfloat16>)
-               : (half ? &launch_grouped<__half> : &launch_grouped<__nv_bfloat16>);
-    cuda::check(launch(args, variant, product.blocks, cuda::stream_at(stream)),
-                "launching the grouped product");
 }
 
 void bring_home(const DeviceWorld& world, const Home& home, Step step, std::uint64_t stream) {
@@ -281,4 +216,4 @@ void bring_home(const DeviceWorld& world, const Home& home, Step step, std::uint
     }
 }
 
-}  // namespace mkernel::hopper::moe
+}  // namespace mkernel::cuda::moe

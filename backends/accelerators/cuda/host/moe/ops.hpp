@@ -13,21 +13,25 @@
 #include <tuple>
 
 #include "backends/accelerators/cuda/host/device_world.hpp"
+#include "backends/accelerators/cuda/kernels/moe/dispatched_rows.hpp"
 #include "backends/accelerators/cuda/kernels/moe/far_slots.hpp"
 #include "backends/accelerators/cuda/kernels/moe/home.hpp"
 #include "backends/accelerators/cuda/kernels/moe/push_wanted.hpp"
 #include "backends/accelerators/cuda/kernels/moe/quantise_rows.hpp"
 #include "backends/accelerators/cuda/kernels/moe/routing.hpp"
-#include "backends/accelerators/hopper/built_on.hpp"
-#include "backends/accelerators/hopper/kernels/moe/dispatched_rows.hpp"
-#include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
 
-namespace mkernel::hopper::moe {
+namespace mkernel::cuda::moe {
 
 // The sizes that tell routings apart. `experts`: of one rank.
 struct Sizes {
     std::int32_t world, tokens, top_k, experts;
 };
+
+// Returns a handle's tables, whose words are at that address.
+inline Tables tables_of(const Sizes& sizes, std::uint64_t routing) {
+    return {reinterpret_cast<std::int32_t*>(routing), sizes.world, sizes.tokens, sizes.top_k,
+            sizes.experts};
+}
 
 // Returns the 32-bit words of a handle. std::length_error where they, or places, cannot be counted in 31
 // bits.
@@ -79,6 +83,12 @@ struct Routing {
 void route(const DeviceWorld& world, const Routing& routing, const ReportBlock& report,
            std::uint64_t stream);
 
+// Copies `nbytes` from `rows`, the own tokens or weights, to their slot in every peer of this node, the rank before
+// this one first, and sets flag `rank` there. Copy engines do it; `stream` must come after the end of the
+// previous call. CudaError.
+void push_whole(const DeviceWorld& world, std::uint64_t rows, std::uint64_t nbytes,
+                std::uint64_t stream);
+
 // The own tokens and ids, as in PushArgs; each token goes once to each rank of the node that has an expert of
 // it.
 struct WantedTokens {
@@ -88,7 +98,7 @@ struct WantedTokens {
 };
 void push_wanted(const DeviceWorld& world, const WantedTokens& tokens, std::uint64_t stream);
 
-// Rows [height, width] of the experts, as `out` and `out_scales` of copy_rows. `a`: own tokens, `row_bytes` each.
+// Rows of the experts; DispatchedArgs describes the fields.
 struct DispatchedRows {
     Sizes sizes;
     std::uint64_t routing, a, out, scales, row_bytes;
@@ -106,22 +116,6 @@ struct QuantisedRows {
 };
 void quantise_rows(const QuantisedRows& rows, std::uint64_t stream);
 
-// The product rows @ weights. `a`: own tokens where `tokens`, else rows; `permuted`: where tokens are put in
-// the order of rows first; 0: they are gathered. `rows`: the number that `out` has, and `a` where it has
-// rows. `gated`: weights have 2n columns. `home`: results go to the places of their rows, not to `out`.
-// `wide`: they are float32. `waits`: the product waits for other ranks, and sends to them. `ends`: see
-// GroupedArgs. `deep`: see GroupedVariant. `row_bytes`: from a row of `a` to the next one, and of `permuted`.
-// `b_scales`: as in GroupedArgs; 0: operands have 16 bits. `a_scales`: of e4m3 rows [rows, k / 128]; 0: they lie
-// behind the rows. `out_scales`: as in GroupedArgs; 0: results are not quantised.
-struct GroupedProduct {
-    Sizes sizes;
-    std::uint64_t routing, a, permuted, b, out, a_scales, b_scales, out_scales, row_bytes;
-    std::int32_t rows, n, k, height;
-    bool half, n_major, tokens, gated, wide, home, waits, ends, deep;
-    std::int32_t blocks;
-};
-void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint64_t stream);
-
 struct Home {
     Sizes sizes;
     std::uint64_t routing, y, weights, out;
@@ -132,4 +126,4 @@ struct Home {
 enum class Step : std::uint8_t { send_rows, sum_slots, sum_rows, sum_ranks };
 void bring_home(const DeviceWorld& world, const Home& home, Step step, std::uint64_t stream);
 
-}  // namespace mkernel::hopper::moe
+}  // namespace mkernel::cuda::moe

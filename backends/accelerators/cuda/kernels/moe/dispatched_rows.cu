@@ -1,12 +1,12 @@
-#include "backends/accelerators/hopper/kernels/moe/dispatched_rows.hpp"
+#include "backends/accelerators/cuda/kernels/moe/dispatched_rows.hpp"
 
 #include "backends/accelerators/cuda/device/call.cuh"
 #include "backends/accelerators/cuda/kernels/e4m3.cuh"
+#include "backends/accelerators/cuda/kernels/moe/token_rows.cuh"
 #include "backends/accelerators/cuda/ptx/vector.cuh"
 #include "backends/accelerators/cuda/small_launch.cuh"
-#include "backends/accelerators/hopper/kernels/moe/token_rows.cuh"
 
-namespace mkernel::hopper::moe {
+namespace mkernel::cuda::moe {
 
 namespace {
 
@@ -14,10 +14,10 @@ constexpr unsigned kThreads = 256;
 constexpr int kAhead = 8;  // loads of a lane under way
 
 // Copies a token's row, or zeroes a row where there is none. Called by all lanes of a warp.
-__device__ void write_row(const GroupedArgs& args, int row, const char* token) {
+__device__ void write_row(const DispatchedArgs& args, int row, const char* token) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const bool scaled = args.out_scales != nullptr;
-    const std::int64_t nbytes = std::int64_t{args.k} * (scaled ? 1 : 2);
+    const bool scaled = args.scales != nullptr;
+    const std::int64_t nbytes = std::int64_t{args.width} * (scaled ? 1 : 2);
     char* const to = args.out + row * nbytes;
     for (std::int64_t at = lane * 16; at < nbytes; at += kAhead * 512) {
         uint4 found[kAhead] = {};
@@ -33,15 +33,15 @@ __device__ void write_row(const GroupedArgs& args, int row, const char* token) {
         }
     }
     if (!scaled) return;
-    const int scales = args.k / kScaledBlock;
-    for (int i = lane; i < scales; i += 32) {
-        args.out_scales[std::int64_t{row} * scales + i] =
+    const int blocks = args.width / kScaledBlock;
+    for (int i = lane; i < blocks; i += 32) {
+        args.scales[std::int64_t{row} * blocks + i] =
             token != nullptr ? reinterpret_cast<const float*>(token + nbytes)[i] : 1.0f;
     }
 }
 
 __global__ void __launch_bounds__(kThreads)
-    copy_rows_kernel(const __grid_constant__ GroupedArgs args) {
+    copy_rows_kernel(const __grid_constant__ DispatchedArgs args) {
     const auto waiter = waiter_of(args.workspace, args.limits, transport::Waiter::compute_kernel);
     const std::uint64_t epoch = args.workspace.world > 1 ? args.workspace.control().state.epoch : 0;
     const int warps = static_cast<int>(gridDim.x * (kThreads / 32));
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void copy_rows(const GroupedArgs& args, std::uint32_t blocks, cudaStream_t stream) {
+void copy_rows(const DispatchedArgs& args, std::uint32_t blocks, cudaStream_t stream) {
     cuda::launch_small("launching the copies of rows", copy_rows_kernel, blocks, kThreads, 0,
                        stream, args);
 }
@@ -71,4 +71,4 @@ void load_dispatched_rows() {
     cuda::load_kernel(copy_rows_kernel);
 }
 
-}  // namespace mkernel::hopper::moe
+}  // namespace mkernel::cuda::moe

@@ -7,18 +7,34 @@
 // At the end the call is over (device/call.cuh), once all ranks' tokens have come.
 #pragma once
 
-#include "backends/accelerators/hopper/built_on.hpp"
-#include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
+#include <cuda_runtime_api.h>
 
-namespace mkernel::hopper::moe {
+#include <cstdint>
 
-// Copies the rows whose product with unit weights `args` describes: `out` is [height, k], `out_scales`
-// [height, k / 128] float32 of e4m3 rows, null of 16-bit ones; rows that have no token are zeroed, with scales
-// of 1. Weights and maps are not read. Queues `blocks` blocks on the current device's `stream`; may be
-// captured. The push of own tokens must not wait for a multiprocessor behind it. CudaError.
-void copy_rows(const GroupedArgs& args, std::uint32_t blocks, cudaStream_t stream);
+#include "backends/accelerators/cuda/device/workspace.cuh"
+#include "backends/accelerators/cuda/kernels/moe/tables.cuh"
+#include "backends/transport/host_control.hpp"
+
+namespace mkernel::cuda::moe {
+
+struct DispatchedArgs {
+    Workspace workspace;
+    transport::WaitLimits limits;
+    Tables tables;
+    const char* a;           // own tokens [tokens, row_bytes]
+    char* out;               // [height, width]
+    float* scales;           // of e4m3 rows, [height, width / 128]; null: rows have 16 bits
+    std::int64_t row_bytes;  // from a token to the next one, a multiple of 16
+    std::int32_t width, height;
+    bool waits;  // for tokens of other ranks
+};
+
+// Copies the rows of this rank's experts; rows that have no token are zeroed, with scales of 1. Queues `blocks`
+// blocks on the current device's `stream`; may be captured. The push of own tokens must not wait for a
+// multiprocessor behind it. CudaError.
+void copy_rows(const DispatchedArgs& args, std::uint32_t blocks, cudaStream_t stream);
 
 // Loads the kernel to the current device (host/moe/ops.hpp: load).
 void load_dispatched_rows();
 
-}  // namespace mkernel::hopper::moe
+}  // namespace mkernel::cuda::moe

@@ -19,9 +19,7 @@ namespace {
 
 constexpr int kBlocks = ptx::kSinceHopper ? 8 : 1;  // of the cluster, which is the grid
 constexpr int kMostWarps = 32;
-// Of shared memory. A block has 99 KB on some devices before 9.0, and on 12.0.
-constexpr bool kAllLarge = cuda::kAllSinceHopper && std::ranges::max(cuda::kBuiltFor) < 1200;
-constexpr int kCountBytes = (kAllLarge ? 192 : 96) << 10;
+constexpr int kCountBytes = 96 << 10;  // of shared memory, of which some devices have 99 KB a block
 
 __global__ void MKERNEL_CLUSTER(kBlocks) route_kernel(const __grid_constant__ RoutingArgs args) {
     extern __shared__ int counted[];  // [warps][experts], then [experts]: the first row of each

@@ -1,26 +1,27 @@
-// The place of a row's token: among the own ones, or in the workspace, where other ranks' tokens arrive.
+// The place of a row's token: among the own ones, or in the workspace, where other ranks' tokens arrive. `Args` of
+// kernels have the fields workspace, tables, a (own tokens, row_bytes each) and waits (for other ranks' tokens).
 #pragma once
 
 #include "backends/accelerators/cuda/device/call.cuh"
-#include "backends/accelerators/hopper/built_on.hpp"
-#include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
-#include "backends/accelerators/hopper/tile/block.cuh"
+#include "backends/accelerators/cuda/kernels/moe/tables.cuh"
 
-namespace mkernel::hopper::moe {
+namespace mkernel::cuda::moe {
 
 struct TokenPlace {
     bool own;
     std::int32_t number;  // among the own ones, or all
 };
 
-__device__ inline TokenPlace token_place(const GroupedArgs& args, int row) {
+template <class Args>
+__device__ inline TokenPlace token_place(const Args& args, int row) {
     const int token = args.tables.row_place()[row] / args.tables.top_k;
     const int number = token - args.workspace.rank * args.tables.tokens;
     const bool own = number >= 0 && number < args.tables.tokens;
     return {own, own ? number : token};
 }
 
-__device__ inline const char* token_row(const GroupedArgs& args, int row) {
+template <class Args>
+__device__ inline const char* token_row(const Args& args, int row) {
     const TokenPlace place = token_place(args, row);
     const char* const base = place.own ? args.a : args.workspace.data(args.workspace.rank);
     return base + place.number * args.row_bytes;
@@ -28,9 +29,9 @@ __device__ inline const char* token_row(const GroupedArgs& args, int row) {
 
 // Waits until the tokens of other ranks that `rows` rows of one expert, at least one, from `first` on need
 // are there: they are ordered by source. Called by one thread.
-__device__ inline void wait_for_tokens(const GroupedArgs& args,
-                                       const transport::DeviceWaiter& waiter, std::uint64_t epoch,
-                                       int first, int rows) {
+template <class Args>
+__device__ inline void wait_for_tokens(const Args& args, const transport::DeviceWaiter& waiter,
+                                       std::uint64_t epoch, int first, int rows) {
     if (!args.waits) return;
     const int own = args.tables.tokens * args.tables.top_k;
     const int last = args.tables.row_place()[first + rows - 1] / own;
@@ -46,8 +47,8 @@ __device__ inline void wait_for_tokens(const GroupedArgs& args,
 // Waits until the tokens of all other ranks are there, whether rows need them or not: if a rank ended the
 // call before that, the rest would land in memory of a later call, under that one's flag. Called by one
 // thread.
-__device__ inline void wait_for_all_tokens(const GroupedArgs& args,
-                                           const transport::DeviceWaiter& waiter,
+template <class Args>
+__device__ inline void wait_for_all_tokens(const Args& args, const transport::DeviceWaiter& waiter,
                                            std::uint64_t epoch) {
     if (!args.waits) return;
     const Workspace& workspace = args.workspace;
@@ -59,4 +60,4 @@ __device__ inline void wait_for_all_tokens(const GroupedArgs& args,
     }
 }
 
-}  // namespace mkernel::hopper::moe
+}  // namespace mkernel::cuda::moe

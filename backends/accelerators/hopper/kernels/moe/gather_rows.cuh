@@ -1,9 +1,9 @@
 // Tokens on their way into the stages, row by row: two warps of the block, which share each stage's rows.
 #pragma once
 
+#include "backends/accelerators/cuda/kernels/moe/token_rows.cuh"
 #include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/moe/parts.cuh"
-#include "backends/accelerators/hopper/kernels/moe/token_rows.cuh"
 #include "backends/accelerators/hopper/ptx/gather.cuh"
 #include "backends/accelerators/hopper/tile/block.cuh"
 

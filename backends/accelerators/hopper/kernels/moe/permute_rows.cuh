@@ -4,10 +4,10 @@
 #pragma once
 
 #include "backends/accelerators/cuda/device/call.cuh"
+#include "backends/accelerators/cuda/kernels/moe/token_rows.cuh"
 #include "backends/accelerators/cuda/ptx/vector.cuh"
 #include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/accelerators/hopper/kernels/moe/grouped.cuh"
-#include "backends/accelerators/hopper/kernels/moe/token_rows.cuh"
 
 namespace mkernel::hopper::moe {
 
