@@ -227,7 +227,7 @@ def _misfit(
     if backend.preference <= 0:
         return BY_NAME
     try:
-        claims = backend.capabilities_on(device.kind) if device else backend.capabilities()
+        claims = backend.capabilities_on(device) if device else backend.capabilities()
     except Exception as error:  # a backend that breaks must not keep others from being chosen
         return one_line(error)
     misfit = claims.misfit(device) if device is not None else None

@@ -21,7 +21,7 @@ from mkernel.plan.model import LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.standard import by_rows
 from mkernel.settings import BackendSettings
-from mkernel.topology.model import Accelerator, KindName
+from mkernel.topology.model import Accelerator
 
 if TYPE_CHECKING:
     import torch
@@ -189,9 +189,8 @@ class AcceleratorBackend(ABC):
     def capabilities(self) -> AcceleratorCapabilities:
         """Return the backend's capabilities. The planner and the validation read nothing else."""
 
-    def capabilities_on(self, kind: KindName) -> AcceleratorCapabilities:
-        """Return the capabilities on a machine with devices of kind ``kind``, to plan for a machine
-        elsewhere."""
+    def capabilities_on(self, device: Accelerator) -> AcceleratorCapabilities:
+        """Return the capabilities on a machine elsewhere with devices like ``device``."""
         return self.capabilities()
 
     @classmethod

@@ -370,7 +370,7 @@ def _elsewhere(
             for other in others
             if other.detail != selection.BY_NAME
         )
-    claims = registry.accelerator(name).capabilities_on(device.kind)
+    claims = registry.accelerator(name).capabilities_on(device)
     if len(world.nodes) == 1 or claims.process_group:
         if nic not in (None, AUTO):
             registry.nic(nic)  # it is not used, but a misspelt name is reported

@@ -10,7 +10,7 @@ from mkernel.plan.model import Activation, AttentionLayout, AttentionShape, Dtyp
 from mkernel.plan.pipeline import Returns
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Accelerator, KindName, Model
-from mkernel.topology.sources.chips import architecture, described
+from mkernel.topology.sources.chips import described, runs
 
 _EVERY_WAY: tuple[Returns, ...] = get_args(Returns)
 
@@ -118,7 +118,8 @@ class AcceleratorCapabilities(Model):
     kinds: tuple[KindName, ...] = ()
     """Kinds of devices that the backend runs on; empty: any."""
     architectures: tuple[str, ...] = ()
-    """Chips that the backend's kernels run on; empty: any of these kinds."""
+    """Chips that the backend's kernels run on, such as ``sm_90``, or ``sm_80+``, which is that one and
+    later ones; empty: any of these kinds."""
     constants: MachineConstants | None = None
     """Constants of its machine, from a data file that the backend brings. None: no times of plans
     are predicted, unless the user gives a file (``MKERNEL_CONSTANTS``)."""
@@ -144,8 +145,8 @@ class AcceleratorCapabilities(Model):
             return f"is a simulator, and {device.name} is a real device"
         if self.kinds and device.kind not in self.kinds:
             return f"runs on {', '.join(self.kinds)} devices, and {device.name} is {device.kind}"
-        if self.architectures and architecture(device) not in self.architectures:
-            kernels = ", ".join(self.architectures)
+        if self.architectures and not any(runs(each, device) for each in self.architectures):
+            kernels = ", ".join(each.replace("+", " and later") for each in self.architectures)
             return f"has kernels for {kernels} only, not for {described(device)}"
         return None
 

@@ -508,3 +508,17 @@ FAMILIES = {
         for queues in ("1", "8")
     },
 }  # fmt: skip
+# What needs no kernel of Hopper's own, by the backend that has none.
+FAMILIES |= {
+    f"cuda-{name}": replace(
+        FAMILIES[name],
+        accelerator="cuda",
+        environment={},
+        shapes=[each for each in FAMILIES[name].shapes if getattr(each, "path", None) != "fused"],
+        draws=FAMILIES[name].draws // 2,
+    )
+    for name in (
+        "library", "brief", "long", "e4m3", "e4m3-library", "parts", "sums", "attention",
+        "documents", "attention-pieces", "gradients", "experts",
+    )
+}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The conformance kit on GPUs: hopper on each of its paths, streams by copies and by NCCL."""
+"""The conformance kit on GPUs: hopper on each of its paths, cuda, streams by copies and by NCCL."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def subject(backend: str, kind: type[AcceleratorSubject]) -> AcceleratorSubject:
 
 
 @pytest.mark.parametrize(
-    "backend", ["hopper-fused", "hopper-library", "streams-copies", "streams-messages"]
+    "backend", ["hopper-fused", "hopper-library", "cuda", "streams-copies", "streams-messages"]
 )
 @pytest.mark.parametrize("check", CHECKS, ids=[check.name for check in CHECKS])
 def test_promise(check: Check, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, _, way = backend.partition("-")
     if name == "hopper":  # left to the planner, small calls would all take the same path
         monkeypatch.setenv("MKERNEL_PATH", way)
-    elif load().ranks_per_device > 1:
+    elif name == "streams" and load().ranks_per_device > 1:
         pytest.skip("NCCL, which carries other ops than GEMMs, has no two ranks share a GPU")
-    else:
+    elif name == "streams":
         monkeypatch.setenv("MKERNEL_STREAMS_COPIES", str(int(way == "copies")))
     kind = AcceleratorSubject if check.name in IN_NEW_PROCESSES else Kept
     result: Any = run_check(check, subject(backend, kind))

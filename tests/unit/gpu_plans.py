@@ -33,7 +33,7 @@ def gpu_plan(
         id=0, hostname="host", numa=(NumaNode(id=0, cpus=(0,)),), accelerators=gpus,
         no_p2p=(("cuda0", "cuda1"),) if no_p2p else (),
     )  # fmt: skip
-    claims = options.pop("capabilities", None) or _claims(backend)
+    claims = options.pop("capabilities", None) or _claims(backend, gpus[0])
     constants = options.pop("constants", claims.constants)
     where = world_map(Topology(nodes=(node,)), world, constants, group=claims.process_group)
     return plan_of(
@@ -42,7 +42,7 @@ def gpu_plan(
     )  # fmt: skip
 
 
-def _claims(backend: AcceleratorBackend) -> AcceleratorCapabilities:
+def _claims(backend: AcceleratorBackend, device: Accelerator) -> AcceleratorCapabilities:
     """On a machine of GPUs, as in a build that has the native module for them."""
-    claims = backend.capabilities_on("cuda")
+    claims = backend.capabilities_on(device)
     return claims.model_copy(update={"put_ops": PUT_OPS}) if claims.process_group else claims

@@ -50,6 +50,22 @@ def architecture(device: Accelerator) -> str | None:
     return _of_product(device.name)
 
 
+def capability(device: Accelerator) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA device, such as (9, 0); None: unknown, or none."""
+    found = re.fullmatch(r"sm_(\d+)(\d)a?", architecture(device) or "")
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def runs(claimed: str, device: Accelerator) -> bool:
+    """Return whether a device runs what is compiled for ``claimed``: an architecture, or with a plus
+    (``sm_80+``) that one and later ones."""
+    if not claimed.endswith("+"):
+        return architecture(device) == claimed
+    found = capability(device)
+    least = capability(device.model_copy(update={"architecture": claimed[:-1]}))
+    return found is not None and least is not None and found >= least
+
+
 @lru_cache(maxsize=256)  # each plan queries each of its devices
 def _of_product(name: str) -> str | None:
     id_ = re.fullmatch(r"10de:([0-9a-f]{2})[0-9a-f]{2}", name)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mkernel.backends.accelerators.cuda.attention import tuning as attention_tuning
 from mkernel.backends.accelerators.cuda.capabilities import (
     ATTENTION,
+    HOPPER,
     MOE,
     MOST_RANKS,
     PREFETCHES,
@@ -29,7 +30,7 @@ from mkernel.backends.accelerators.cuda.isolation import isolation
 from mkernel.backends.accelerators.cuda.machine import FILE, machine
 from mkernel.backends.accelerators.cuda.moe import tuning as moe_tuning
 from mkernel.backends.accelerators.cuda.mover import nic_access, offer_mover
-from mkernel.backends.accelerators.cuda.native import ARCHITECTURE
+from mkernel.backends.accelerators.cuda.native import FIRST
 from mkernel.backends.accelerators.cuda.native import native as cuda
 from mkernel.backends.accelerators.cuda.native_kernels import missing
 from mkernel.backends.accelerators.cuda.settings import CudaSettings
@@ -44,6 +45,7 @@ from mkernel.plan.model import AttentionShape, LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import load_as, variable
 from mkernel.topology.model import Accelerator
+from mkernel.topology.sources.chips import capability, cores
 
 if TYPE_CHECKING:
     import torch
@@ -67,12 +69,13 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
     """
 
     name: ClassVar[str] = "cuda"
+    preference: ClassVar[int] = 15
     machine_file: ClassVar[Path | None] = FILE
     settings: ClassVar[type[CudaSettings]] = CudaSettings
     visibility: ClassVar[Mapping[str, str]] = {"cuda": "CUDA_VISIBLE_DEVICES"}
     device = "cuda"
-    devices: ClassVar[str] = "9.0"
-    remedy: ClassVar[str] = "use accelerator streams, or an H100"
+    devices: ClassVar[str] = f"{FIRST[0]}.{FIRST[1]} or later"
+    remedy: ClassVar[str] = "use accelerator streams"
 
     def __init__(self) -> None:
         """Make the backend without starting anything."""
@@ -83,7 +86,7 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
     @staticmethod
     def runs_on(capability: tuple[int, int]) -> bool:
         """Return whether its kernels run on devices of that compute capability."""
-        return capability == ARCHITECTURE
+        return capability >= FIRST
 
     @staticmethod
     def executor_of(plan: LaunchPlan) -> type[Executor]:
@@ -99,12 +102,20 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
     def status(self) -> Status:
         """Return a usable status if the kernels were built and a device, its driver and torch can
         run them."""
-        lacking = missing()
+        lacking = self.missing()
         if lacking is not None:
             return lacking
         found = self.found()
         if not found:
             return Status(False, f"no device of compute capability {self.devices}", self.remedy)
+        apart = _apart(found)
+        if apart is not None:
+            return Status(
+                False,
+                f"GPU {apart[0]} does not reach the memory of GPU {apart[1]} (no peer access)",
+                "use accelerator streams, whose NCCL stages in host memory, or leave GPUs that reach "
+                "each other in CUDA_VISIBLE_DEVICES",
+            )
         import torch
 
         if not torch.cuda.is_available():
@@ -119,6 +130,11 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
             f"{len(found)} x {found[0].name} ({found[0].multiprocessors} SMs), driver for CUDA "
             f"{driver // 1000}.{driver % 1000 // 10}; NVLink multicast is not used",
         )
+
+    @staticmethod
+    def missing() -> Status | None:
+        """Return what prevents its kernels from running here; None if nothing does."""
+        return missing()
 
     def details(self) -> tuple[tuple[str, Status], ...]:
         """Report modes of the devices in which they do not reach each other's memory."""
@@ -147,7 +163,7 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
 
     def nic_access(self) -> Status:
         """Return what the driver reports for the first device."""
-        if missing() is not None or not self.found():
+        if self.missing() is not None or not self.found():
             return Status(False, "there is no device")
         return nic_access(self.found()[0].index)
 
@@ -155,7 +171,7 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
         """Return whether ranks run side by side: they do under MPS, if their kernels take separate
         multiprocessors."""
         shared = super().side_by_side(ranks)
-        found = [] if missing() is not None else self.found()
+        found = [] if self.missing() is not None else self.found()
         if not found or not found[0].mps:
             return shared
         each, there = load_as(self.settings).multiprocessors, found[0].multiprocessors
@@ -174,52 +190,63 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
         """Return the capabilities: the GEMM and MoE ops by a library's products, AllReduce, and ring
         attention by a library on parts, in half precision; e4m3 operands of the GEMM ops."""
         if self._capabilities is None:
-            found = [] if missing() is not None else self.found()
-            processors = found[0].multiprocessors if found else machine().cores
-            most = load_as(self.settings).multiprocessors
-            processors = min(processors, most or processors)
-            ops = (*library_ops(), *SUMS, *experts(), *(ATTENTION if torch_is_fit() else ()))
-            claims: dict[str, Any] = {
-                "ops": ops,
-                "dtypes": ("bfloat16", "float16"),
-                "out_dtypes": ("bfloat16", "float16"),
-                "mixed_dtypes": False,
-                "rounded_partials": True,
-                "b_layouts": ("row", "column"),
-                "pitched": ("a", "b"),
-                "packed_shards": True,
-                "adds_bias": True,
-                "adds_norm": True,
-                "quantises_norms": True,
-                "scale_modes": scale_modes(),
-                "alignment_bytes": 16,
-                "transfer_paths": ("p2p", "nic", "staged"),
-                "peer_access": True,
-                "multicast": False,
-                "compute_cores": processors,
-                "comm_cores": processors,
-                "most_cores": most,
-                "sums_in_rank_order": False,
-                "most_ranks": MOST_RANKS,
-                "stream_ordered": True,
-                "settles_puts": True,
-                "library_ops": library_ops(),
-                "only_library_ops": library_ops(),
-                "one_node_ops": tuple(op for op in ops if op not in MOE),
-                "prefetch_ops": PREFETCHES,
-                "far_returns": ("ranks",),
-                "routing_of_ids": True,
-                "reuses_routing": "in_one_node",
-                "head_dims": machine().attention.head_dims,
-                "positions": machine().attention.positions,
-                "attention_layouts": ("heads", "positions"),
-                "documents": ("ring_attention",),
-                "kinds": ("cuda",),
-                "architectures": (f"sm_{ARCHITECTURE[0]}{ARCHITECTURE[1]}",),
-                "constants": machine().constants,
-            }
-            self._capabilities = AcceleratorCapabilities(**{**claims, **self.claimed()})
+            found = [] if self.missing() is not None else self.found()
+            first = found[0] if found else None
+            self._capabilities = self._claims(
+                HOPPER if first is None else (first.major, first.minor),
+                machine().cores if first is None else first.multiprocessors,
+            )
         return self._capabilities
+
+    def capabilities_on(self, device: Accelerator) -> AcceleratorCapabilities:
+        """Return the capabilities on a machine elsewhere; of devices that are not known, Hopper's."""
+        there = capability(device) or HOPPER
+        return self._claims(there, cores(device) or machine().cores)
+
+    def _claims(self, there: tuple[int, int], processors: int) -> AcceleratorCapabilities:
+        most = load_as(self.settings).multiprocessors
+        processors = min(processors, most or processors)
+        ops = (*library_ops(), *SUMS, *experts(), *(ATTENTION if torch_is_fit() else ()))
+        claims: dict[str, Any] = {
+            "ops": ops,
+            "dtypes": ("bfloat16", "float16"),
+            "out_dtypes": ("bfloat16", "float16"),
+            "mixed_dtypes": False,
+            "rounded_partials": True,
+            "b_layouts": ("row", "column"),
+            "pitched": ("a", "b"),
+            "packed_shards": True,
+            "adds_bias": True,
+            "adds_norm": True,
+            "quantises_norms": True,
+            "scale_modes": scale_modes(there),
+            "alignment_bytes": 16,
+            "transfer_paths": ("p2p", "nic", "staged"),
+            "peer_access": True,
+            "multicast": False,
+            "compute_cores": processors,
+            "comm_cores": processors,
+            "most_cores": most,
+            "sums_in_rank_order": False,
+            "most_ranks": MOST_RANKS,
+            "stream_ordered": True,
+            "settles_puts": True,
+            "library_ops": library_ops(),
+            "only_library_ops": library_ops(),
+            "one_node_ops": tuple(op for op in ops if op not in MOE),
+            "prefetch_ops": PREFETCHES,
+            "far_returns": ("ranks",),
+            "routing_of_ids": True,
+            "reuses_routing": "in_one_node",
+            "head_dims": machine().attention.head_dims,
+            "positions": machine().attention.positions,
+            "attention_layouts": ("heads", "positions"),
+            "documents": ("ring_attention",),
+            "kinds": ("cuda",),
+            "architectures": (f"sm_{FIRST[0]}{FIRST[1]}+",),
+            "constants": machine().constants,
+        }
+        return AcceleratorCapabilities(**{**claims, **self.claimed()})
 
     def claimed(self) -> dict[str, Any]:
         """Return what a backend upon this one claims besides, or instead."""
@@ -341,3 +368,10 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
                 f"accelerator {self.name!r} is in no world; call mkernel.init() first"
             )
         return self._session
+
+
+def _apart(found: list[_cuda.DeviceInfo]) -> tuple[int, int] | None:
+    """Return the first two devices of which one does not reach the other's memory; None: all do."""
+    here = {each.index for each in found}
+    pairs = ((each.index, other) for each in found for other in each.out_of_reach if other in here)
+    return next(pairs, None)

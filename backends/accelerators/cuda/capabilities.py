@@ -24,6 +24,10 @@ its calls of cuDNN's attention are the same from then on."""
 _SCALED_TORCH = (2, 10)
 """The first torch that takes block scales as cuBLAS reads them (``aten::_scaled_mm_v2``)."""
 
+HOPPER = (9, 0)
+"""The compute capability on which cuBLAS takes scales by blocks of 128."""
+_E4M3 = (8, 9)
+"""The first compute capability whose devices multiply e4m3 operands."""
 _GROUPED_TORCH = (2, 9)
 """The first torch whose product of groups without rows is zero; before, it hangs."""
 
@@ -48,9 +52,12 @@ def library_ops() -> tuple[str, ...]:
     return tuple(op for op in ops() if op in OPS) if torch_is_fit() else ()
 
 
-def scale_modes() -> tuple[ScaleMode, ...]:
-    """Return the scales of e4m3 operands for which the library path has products, with this torch."""
-    return ("tensor", "row", "block") if library_ops() and torch_is_fit(_SCALED_TORCH) else ()
+def scale_modes(capability: tuple[int, int] = HOPPER) -> tuple[ScaleMode, ...]:
+    """Return the scales of e4m3 operands for which the library path has products, with this torch, on
+    devices of that compute capability."""
+    if not library_ops() or not torch_is_fit(_SCALED_TORCH) or capability < _E4M3:
+        return ()
+    return ("tensor", "row", "block") if capability == HOPPER else ("tensor", "row")
 
 
 def fused_scale_modes() -> tuple[ScaleMode, ...]:

@@ -17,8 +17,15 @@ std::vector<DeviceInfo> devices() {
         int mps = 0;
         check(cudaDeviceGetAttribute(&mps, cudaDevAttrMpsEnabled, index),
               call("cudaDeviceGetAttribute"));
+        std::vector<int> out_of_reach;
+        for (int other = 0; other < count; ++other) {
+            int reaches = 0;
+            if (other == index) continue;
+            check(cudaDeviceCanAccessPeer(&reaches, index, other), call("cudaDeviceCanAccessPeer"));
+            if (reaches == 0) out_of_reach.push_back(other);
+        }
         found.push_back({index, properties.name, properties.major, properties.minor,
-                         properties.multiProcessorCount, pci, mps != 0});
+                         properties.multiProcessorCount, pci, mps != 0, std::move(out_of_reach)});
     }
     return found;
 }

@@ -19,6 +19,7 @@ struct DeviceInfo {
     int multiprocessors;
     std::string pci;  // domain:bus:device.function
     bool mps;         // processes that share it run at once
+    std::vector<int> out_of_reach;  // devices of this process whose memory it does not reach
 };
 
 // Returns the devices that this process may use, in CUDA's order. CudaError without driver or device.

@@ -26,7 +26,8 @@ void bind_devices(py::module_& module) {
         .def_readonly("minor", &DeviceInfo::minor)
         .def_readonly("multiprocessors", &DeviceInfo::multiprocessors)
         .def_readonly("pci", &DeviceInfo::pci)
-        .def_readonly("mps", &DeviceInfo::mps);
+        .def_readonly("mps", &DeviceInfo::mps)
+        .def_readonly("out_of_reach", &DeviceInfo::out_of_reach);
     module.def("devices", &devices);
     module.def("versions", &versions);
 }

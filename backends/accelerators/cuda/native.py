@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from mkernel.backends.accelerators.cuda import _cuda
 
-ARCHITECTURE = (9, 0)
-"""The compute capability that all kernels are built for."""
+FIRST = (8, 0)
+"""The first compute capability whose devices run the kernels that need no wgmma."""
 
 
 @cache
@@ -43,7 +43,7 @@ def device_clock(device: int) -> _cuda.DeviceClock | None:
     except BackendUnavailable:
         return None
     found = made.devices()[device]
-    if (found.major, found.minor) != ARCHITECTURE or not hasattr(made, "DeviceClock"):
+    if (found.major, found.minor) < FIRST or not hasattr(made, "DeviceClock"):
         return None
     clock: _cuda.DeviceClock = made.DeviceClock(device)
     return clock
@@ -55,7 +55,7 @@ def not_built(error: BackendUnavailable) -> Status:
     remedy = (
         f"install the CUDA toolkit (nvcc 12.5 or newer), then {INSTALL_AGAIN}"
         if found is None
-        else f"{INSTALL_AGAIN} and without MKERNEL_HOPPER=OFF; {found} must be 12.5 or newer"
+        else f"{INSTALL_AGAIN} and without MKERNEL_KERNELS=OFF; {found} must be 12.5 or newer"
     )
     return Status(False, f"not built ({error})", remedy)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
+from mkernel.backends.accelerators.cuda import native_kernels
 from mkernel.backends.accelerators.cuda.backend import CudaAccelerator
 from mkernel.backends.accelerators.cuda.capabilities import (
+    HOPPER,
     MOE,
     OPS,
     fused_scale_modes,
@@ -17,6 +19,8 @@ from mkernel.backends.accelerators.hopper.attention import tuning as attention_t
 from mkernel.backends.accelerators.hopper.gemm import tuning
 from mkernel.backends.accelerators.hopper.moe import tuning as moe_tuning
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
+from mkernel.backends.contracts.status import Status
+from mkernel.errors import INSTALL_AGAIN
 from mkernel.plan.model import Activation, AttentionShape, LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
 
@@ -29,7 +33,22 @@ class HopperAccelerator(CudaAccelerator):
 
     name: ClassVar[str] = "hopper"
     preference: ClassVar[int] = 20
+    devices: ClassVar[str] = "9.0"
+    remedy: ClassVar[str] = "use accelerator cuda or streams, or an H100"
     settings: ClassVar[type[CudaSettings]] = HopperSettings
+
+    @staticmethod
+    def runs_on(capability: tuple[int, int]) -> bool:
+        """Return whether its kernels run on devices of that compute capability."""
+        return capability == HOPPER
+
+    @staticmethod
+    def missing() -> Status | None:
+        """Return what prevents its kernels from running here; None if nothing does."""
+        lacking = native_kernels.missing()
+        if lacking is not None or native_kernels.native().HOPPER:
+            return lacking
+        return Status(False, "built without its kernels", f"{INSTALL_AGAIN} and MKERNEL_HOPPER=ON")
 
     @staticmethod
     def executor_of(plan: LaunchPlan) -> type[Executor]:
@@ -42,6 +61,7 @@ class HopperAccelerator(CudaAccelerator):
         """Return also the ops of kernels with wgmma, and what these do."""
         return {
             "ops": ops(),
+            "architectures": ("sm_90",),
             "only_library_ops": (),
             "fused_scale_modes": fused_scale_modes(),
             "fused_float32_scale_modes": fused_scale_modes(),

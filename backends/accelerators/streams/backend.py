@@ -24,7 +24,7 @@ from mkernel.errors import Unsupported
 from mkernel.plan.model import Activation, DtypeName, LaunchPlan, ScaleMode
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import load_as
-from mkernel.topology.model import Accelerator, KindName
+from mkernel.topology.model import Accelerator
 
 if TYPE_CHECKING:
     import torch
@@ -113,14 +113,15 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         """Return the capabilities: all ops, any sizes."""
         return self._capabilities
 
-    def capabilities_on(self, kind: KindName) -> StreamsCapabilities:
+    def capabilities_on(self, device: Accelerator) -> StreamsCapabilities:
         """Return the capabilities of torch's devices of that kind, on a machine whose driver works;
         those of this device if torch has no such kind."""
-        name = DEVICES.get(kind)
+        name = DEVICES.get(device.kind)
         if name is None:
             return self._capabilities
-        device = Device(name)
-        return _capabilities(device, copies=kind == "cuda" and device.copies_with_a_driver)
+        found = Device(name)
+        copies = device.kind == "cuda" and found.copies_with_a_driver
+        return _capabilities(found, copies=copies)
 
     @classmethod
     def schedule(cls, request: ScheduleRequest) -> Scheduled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+import devices
 import pytest
 from gpu_plans import gpu_plan
 
@@ -93,7 +94,7 @@ def test_what_hopper_has_besides_is_its_own() -> None:
     assert (base.scaled_experts, upon.scaled_experts) == (False, True)
     assert base.only_library_ops == base.library_ops == upon.library_ops
     assert upon.only_library_ops == ()
-    assert (CudaAccelerator.preference, CudaAccelerator.name) == (0, "cuda")
+    assert 0 < CudaAccelerator.preference < HopperAccelerator.preference
     assert type(registry.accelerator("cuda")) is CudaAccelerator
 
 
@@ -105,3 +106,38 @@ def test_each_has_settings_of_its_own_name(monkeypatch: pytest.MonkeyPatch) -> N
         HopperSettings,
     ]
     assert [settings_of(name).outputs for name in ("cuda", "hopper")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "by_cuda", "modes"),
+    [
+        ("NVIDIA A100-SXM4-80GB", True, ()),
+        ("NVIDIA L40S", True, ("tensor", "row")),
+        ("NVIDIA H200", True, ("tensor", "row", "block")),
+        ("NVIDIA B200", True, ("tensor", "row")),
+        ("10de:2b85", True, ("tensor", "row")),  # of 12.0, by its PCI id
+        ("Tesla V100-SXM2-16GB", False, None),
+        ("NVIDIA of next year", False, None),
+    ],
+)
+def test_claims_are_those_of_the_device(name: str, by_cuda: bool, modes: Any) -> None:
+    device = devices.gpu(0, name=name)
+    claims = CudaAccelerator().capabilities_on(device)
+    assert (claims.misfit(device) is None) == by_cuda
+    if by_cuda:
+        assert claims.scale_modes == modes
+    else:
+        assert "has kernels for sm_80 and later only, not for" in str(claims.misfit(device))
+    upon = HopperAccelerator().capabilities_on(device)
+    assert (upon.misfit(device) is None) == (name == "NVIDIA H200")
+
+
+def test_a_later_device_than_any_that_is_known_runs_what_is_compiled_for_earlier_ones() -> None:
+    for architecture, fits in (
+        ("sm_75", False),
+        ("sm_80", True),
+        ("sm_90a", True),
+        ("sm_130", True),
+    ):
+        device = devices.gpu(0, architecture=architecture)
+        assert (CudaAccelerator().capabilities_on(device).misfit(device) is None) == fits

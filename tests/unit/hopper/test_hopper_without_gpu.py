@@ -12,6 +12,7 @@ import torch
 from mkernel.backends.accelerators import cuda
 from mkernel.backends.accelerators.cuda import backend as backend_module
 from mkernel.backends.accelerators.cuda import native_kernels as native
+from mkernel.backends.accelerators.cuda.backend import CudaAccelerator
 from mkernel.backends.accelerators.cuda.device_session import DeviceLaunch, StartedCalls
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.dispatch import FUSED
@@ -34,6 +35,7 @@ class FakeDevice:
     multiprocessors: int = 100
     pci: str = "0000:3B:00.0"
     mps: bool = False
+    out_of_reach: tuple[int, ...] = ()
 
 
 @pytest.fixture
@@ -41,6 +43,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Stands for ``_cuda`` on a host of four devices, and for ``_kernels``."""
     made = SimpleNamespace(
         CudaError=CudaError,
+        HOPPER=True,
         versions=lambda: (13000, 13000),
         devices=lambda: [FakeDevice(index) for index in range(4)],
     )
@@ -91,8 +94,19 @@ def test_status_names_what_is_missing(fake: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "torch" in backend.status().detail
     assert backend.probe() == ()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     fake.devices = lambda: [FakeDevice(0, major=8)]
     assert "no device of compute capability 9.0" in backend.status().detail
+    assert "use accelerator cuda" in backend.status().remedy
+    assert CudaAccelerator().status().usable
+    fake.devices = lambda: [FakeDevice(0, major=7, minor=5)]
+    assert "no device of compute capability 8.0 or later" in CudaAccelerator().status().detail
+    fake.devices = lambda: [FakeDevice(0), FakeDevice(1, out_of_reach=(0,)), FakeDevice(2)]
+    assert "GPU 1 does not reach the memory of GPU 0" in backend.status().detail
+    fake.devices = lambda: [FakeDevice(0)]
+    fake.HOPPER = False
+    assert backend.status().detail == "built without its kernels"
+    assert CudaAccelerator().status().usable
 
     def none() -> list[FakeDevice]:
         raise CudaError("cudaGetDeviceCount failed: cudaErrorNoDevice (100)")

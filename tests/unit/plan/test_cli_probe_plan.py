@@ -40,7 +40,7 @@ class FakeAscend:
     def capabilities(self) -> Any:
         return CAPABILITIES
 
-    def capabilities_on(self, kind: str) -> Any:
+    def capabilities_on(self, device: object) -> Any:
         return CAPABILITIES
 
     schedule = AcceleratorBackend.schedule

@@ -55,7 +55,7 @@ def test_bytes_travel_no_faster_than_the_slots_are(
         gpu(i, i, pcie_gbs=PCIE_GBS, name="NVIDIA H100 PCIe", cores=114) for i in range(RANKS)
     )
     backend = registry.accelerator(accelerator)
-    claims = backend.capabilities_on("cuda")
+    claims = backend.capabilities_on(devices[0])
     scales = Scales(mode="row", use_fast_accum=True) if "e4m3" in dtype else None
     found = explain(
         op, SIZES[op], dtype=dtype, around=Around(scales=scales), accelerator=accelerator,

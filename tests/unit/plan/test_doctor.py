@@ -241,9 +241,11 @@ def test_every_setting_is_listed_with_its_meaning(clean: pytest.MonkeyPatch) -> 
     ascend = "strict races seed machine tile_m tile_n tile_k cube_cores comm_cores most_chunks"
     brought |= {f"ascend_{name}" for name in ascend.split()}
     brought |= {
-        f"{name}_{each}" for name in ("cuda", "hopper") for each in ("multiprocessors", "outputs")
+        f"{name}_{each}"
+        for name in ("cuda", "hopper")
+        for each in ("multiprocessors", "outputs", "tokens")
     }
-    brought |= {"hopper_attention", "hopper_tokens"}
+    brought |= {"hopper_attention"}
     assert set(rows) == wanted | brought
     assert all(row.description for row in rows.values())
     assert sources(list(rows.values())) == {}

@@ -179,12 +179,12 @@ def test_a_dispatch_is_predicted_as_its_tokens_travel(
 ) -> None:
     """And reported so."""
     backend = registry.accelerator(accelerator)
-    claims = backend.capabilities_on("cuda")
     if accelerator == "hopper":
         monkeypatch.setenv("MKERNEL_HOPPER_TOKENS", "whole" if whole else "wanted")
+    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
+    claims = backend.capabilities_on(gpus[0])
     dear = {"signal_us": 1e6 if whole else 0.0, "launch_us": 0.0, "architectures": ()}
     assert claims.constants is not None
-    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(2))
     constants = claims.constants.model_copy(update=dear)
     where = world_map(devices.world(devices.node(gpus)), 2, constants, group=claims.process_group)
     found = explain(
