@@ -211,6 +211,7 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
                 "kinds": ("cuda",),
                 "architectures": (f"sm_{ARCHITECTURE[0]}{ARCHITECTURE[1]}",),
                 "constants": machine().constants,
+                "cards": machine().of_others,
             }
             self._capabilities = AcceleratorCapabilities(**{**claims, **self.claimed()})
         return self._capabilities
