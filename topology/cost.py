@@ -265,6 +265,9 @@ class LinkConstants(Model):
     egress_gbs: float | None = Field(
         None, gt=0, description="what a rank sends to all of its node together; None: a link a peer"
     )
+    p2p_most_gbs: float | None = Field(
+        None, gt=0, description="what any link between devices of a node carries, at most"
+    )
     nic_gbs: float = Field(
         default_factory=lambda: defaults().nic.gbs,
         gt=0,

@@ -127,6 +127,8 @@ class AcceleratorCapabilities(Model):
     cards: tuple[MachineConstants, ...] = ()
     """The same with other cards; of those of one architecture the first are of devices whose
     product is not known."""
+    link_gbs: float | None = None
+    """The most that links between devices of a node carry in plans; None: what they do."""
     process_group: bool = False
     """Says that calls need a torch.distributed group (``Call.group``), which carries all bytes
     between ranks, also within a node, except those of ``put_ops``; no NIC session is opened."""
@@ -166,7 +168,9 @@ class AcceleratorCapabilities(Model):
                     f"constants file {file}: card {given.card!r} is unknown; known: {', '.join(known)}"
                 )
             every = (given,)
-        return every
+        if self.link_gbs is None:
+            return every
+        return tuple(one.model_copy(update={"p2p_most_gbs": self.link_gbs}) for one in every)
 
     def takes_routing(self, nodes: int) -> bool:
         """Return whether a dispatch in a world of so many nodes takes the routing of another."""

@@ -212,6 +212,7 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
                 "architectures": (f"sm_{ARCHITECTURE[0]}{ARCHITECTURE[1]}",),
                 "constants": machine().constants,
                 "cards": machine().of_others,
+                "link_gbs": load_as(self.settings).link_gbs,
             }
             self._capabilities = AcceleratorCapabilities(**{**claims, **self.claimed()})
         return self._capabilities

@@ -1,5 +1,5 @@
-"""Cards that were never measured have constants by their public figures, and plans say so; links of
-PCIe are planned by their rates."""
+"""Cards that were never measured have constants by their public figures, and plans say so; links that
+a setting limits, and those of PCIe, are planned by their rates."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import pytest
 from devices import gpu, node
 from devices import world as worlds
 from rich.console import Console
+from shipped import constants_of
 
 from mkernel.backends import registry
 from mkernel.backends.accelerators.cuda import chips
 from mkernel.backends.accelerators.cuda.machine import machine
+from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.streams.device import torch_device
 from mkernel.errors import InputFileError
 from mkernel.plan import render
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import LaunchPlan, Prediction
+from mkernel.plan.model import LaunchPlan, Prediction, first_difference
 from mkernel.plan.planner import explain
 from mkernel.topology.defaults import defaults
 from mkernel.topology.model import FabricLink
@@ -184,7 +186,7 @@ def test_what_bounds_a_rate_is_said_of_every_rate_and_latencies_stay() -> None:
     found = {f"{section}.{at[-1]}" for at in seen for section in at} | {at[-1] for at in seen}
     assert names <= found
     rates = {at[-1] for at in seen if re.search(r"_gbs$|tflops", at[-1])}
-    of_hosts = {"nic_gbs", "nic_most_gbs", "group_gbs", "host_gbs"}
+    of_hosts = {"nic_gbs", "nic_most_gbs", "group_gbs", "host_gbs", "p2p_most_gbs"}
     of_a_block = {"block_gbs", "comm_block_gbs", "block_sums_gbs"}
     assert rates - names == {*of_hosts, *of_a_block, "most_gbs"}
     latencies = [
@@ -231,3 +233,28 @@ def test_no_rate_of_nvlink_is_assumed_over_pcie(accelerator: str, rates: dict[st
     assert plan.egress_gbs <= slot
     sent = 2 * GEMM["m"] * GEMM["n"]  # half of the rows, of 2 bytes, twice
     assert times_of(plan).comm_us >= sent / (slot * 1e3)
+
+
+@pytest.mark.parametrize("op", SIZES)
+@pytest.mark.parametrize("joined", ["switch", "link", "pcie"])
+def test_links_carry_no_more_than_the_setting_says(
+    op: str, joined: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = planned("NVIDIA H200", "hopper", op, joined=joined, pcie_gbs=63.015)
+    monkeypatch.setenv("MKERNEL_HOPPER_LINK_GBS", "20")
+    claims = HopperAccelerator().capabilities().model_copy(update={"architectures": ()})
+    assert claims.link_gbs == 20
+    plan = planned("NVIDIA H200", "hopper", op, joined=joined, claims=claims, pcie_gbs=63.015)
+    assert plan.egress_gbs == 20
+    assert {route.bandwidth_gbs for route in plan.routes.classes} == {20}
+    assert times_of(plan).comm_us > 2 * times_of(usual).comm_us
+    differs = first_difference(usual.decisions(), plan.decisions())
+    assert differs is not None
+    assert usual.digest() != plan.digest(), "ranks with another setting would find out"
+
+
+def test_a_users_constants_are_limited_too(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(constants_of("hopper").model_dump_json())
+    plan = planned("NVIDIA H200", file=file, claims=claims_of("cuda", link_gbs=20.0))
+    assert plan.egress_gbs == 20
