@@ -133,32 +133,41 @@ class ChipMachine(Model):
         return {**rest, "cores": card.cores, "constants": constants}
 
     @cached_property
-    def others(self) -> Mapping[str, Self]:
-        """The machines with cards that were never measured, by name."""
-        fitted = None if self.constants is None else self.constants.card
-        return {name: self.with_card(name) for name in cards() if fitted not in (None, name)}
-
-    @property
     def of_others(self) -> tuple[MachineConstants, ...]:
-        """The constants of those machines."""
-        return tuple(one.constants for one in self.others.values() if one.constants is not None)
+        """The constants with the cards that were never measured."""
+        fitted = None if self.constants is None else self.constants.card
+        return tuple(self._constants(name) for name in cards() if fitted not in (None, name))
 
-    def with_card(self, name: str) -> Self:
-        """Return the machine with another card than the one that it was fitted on."""
+    @cached_property
+    def others(self) -> Mapping[str, Self]:
+        """The machines with these cards, by name."""
+        return {one.card: self.with_card(one) for one in self.of_others if one.card is not None}
+
+    def with_card(self, constants: MachineConstants) -> Self:
+        """Return the machine with the card of such constants, one of :attr:`of_others`."""
+        assert constants.card is not None
+        tree = _scaled(self.model_dump(exclude={"constants"}), self._ratios(constants.card))
+        cores = cards()[constants.card].cores
+        return type(self).model_validate({**tree, "cores": cores, "constants": constants})
+
+    def _ratios(self, name: str) -> Mapping[str, float]:
         assert self.constants is not None
         assert self.constants.card is not None
+        return cards()[name].ratios(cards()[self.constants.card])
+
+    def _constants(self, name: str) -> MachineConstants:
+        assert self.constants is not None
         card, fitted = cards()[name], self.constants.card
-        tree = _scaled(self.model_dump(), card.ratios(cards()[fitted]))
-        tree["constants"] |= {
-            **card.identity(name),
+        tree = _scaled(self.constants.model_dump(), self._ratios(name)) | card.identity(name)
+        tree |= {
             "name": f"{name}, never measured",
             "source": f"{card.source}; it is taken to reach the shares of them that {fitted} reaches",
             "measured": False,
             "fitted_to": (),
         }
         if card.nominal.float8_tflops is None:
-            tree["constants"]["float8_tflops_per_core"] = None
-        return type(self).model_validate({**tree, "cores": card.cores})
+            tree["float8_tflops_per_core"] = None
+        return MachineConstants.model_validate(tree)
 
 
 def _scaled(tree: Any, by: Mapping[str, float], above: tuple[str, ...] = ()) -> Any:

@@ -292,14 +292,13 @@ class HopperMachine(ChipMachine):
     def of_plan(self, plan: CommonPart) -> Self:
         """Return the machine with the plan's card, on which no rank sends more than the plan's links
         carry; itself if it was measured on that card and on links that are not faster."""
-        return self.others.get(plan.card or "", self)._on_links(plan.egress_gbs)
+        fitted = plan.card in (None, self.constants.card)
+        machine = self if fitted else self.others.get(plan.card or "", self)
+        return machine._on_links(plan.egress_gbs)
 
-    def with_card(self, name: str) -> Self:
-        """Return the machine with another card than the one that it was fitted on."""
-        made = super().with_card(name)
-        assert made.constants.egress_gbs is not None
-        assert self.constants.egress_gbs is not None
-        times = made.constants.egress_gbs / self.constants.egress_gbs
+    def with_card(self, constants: MachineConstants) -> Self:
+        """Return the machine with the card of such constants."""
+        made, times = super().with_card(constants), constants.p2p_gbs / self.constants.p2p_gbs
         return made.model_copy(update={"copies": self.copies.on_links(times)})
 
     @cached_property

@@ -18,11 +18,13 @@ from mkernel.backends import registry
 from mkernel.backends.accelerators.cuda import chips
 from mkernel.backends.accelerators.cuda.machine import machine
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
+from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule
 from mkernel.backends.accelerators.streams.device import torch_device
 from mkernel.errors import InputFileError
 from mkernel.plan import render
+from mkernel.plan.arguments import NOTHING, Around, Norm
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import LaunchPlan, Prediction, first_difference
+from mkernel.plan.model import LaunchPlan, Prediction, ScaleMode, Scales, first_difference
 from mkernel.plan.planner import explain
 from mkernel.topology.defaults import defaults
 from mkernel.topology.model import FabricLink
@@ -33,6 +35,7 @@ OTHERS = sorted(machine().others)
 GEMM = {"m": 4096, "n": 8192, "k": 4096}
 EXPERTS = {"tokens": 4096, "experts": 64, "top_k": 8}
 SIZES: dict[str, dict[str, Any]] = {
+    "all_reduce": {"m": 4096, "n": 8192},
     "gemm_all_reduce": GEMM,
     "all_gather_gemm": GEMM,
     "moe_dispatch_gemm": {**EXPERTS, "hidden": 4096, "features": 2048},
@@ -54,6 +57,10 @@ def planned(
     op: str = "gemm_all_reduce",
     *,
     joined: str = "switch",
+    dtype: str = "bfloat16",
+    scales: ScaleMode | None = None,
+    path: str = "auto",
+    around: Around = NOTHING,
     claims: AcceleratorCapabilities | None = None,
     file: Path | None = None,
     **device: Any,
@@ -67,9 +74,11 @@ def planned(
     }[joined]
     links = tuple(FabricLink(kind="nvlink", ends=each, count=18, gbs=450.0) for each in ends)
     claims = claims or claims_of(accelerator)
+    if scales is not None:
+        around = Around(scales=Scales(mode=scales, use_fast_accum=True))
     found = explain(
-        op, SIZES[op], dtype="bfloat16", accelerator=accelerator, capabilities=claims, nic=None,
-        verbs=None, schedule=registry.accelerator(accelerator).schedule,
+        op, SIZES[op], dtype=dtype, path=path, around=around, b_layout="column" if scales else "row",
+        accelerator=accelerator, capabilities=claims, nic=None, verbs=None, schedule=registry.accelerator(accelerator).schedule,
         world=world_map(
             worlds(node(devices, fabric=links, fabric_known=True)), 2, claims.constants_by(file),
             group=claims.process_group,
@@ -201,11 +210,44 @@ def test_what_bounds_a_rate_is_said_of_every_rate_and_latencies_stay() -> None:
     assert latencies[0] == latencies[1]
 
 
-@pytest.mark.parametrize("op", SIZES)
-def test_every_op_is_predicted_by_the_card(op: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        *((op, {}) for op in SIZES),
+        *(
+            ("all_gather_gemm", {"dtype": "float8_e4m3fn", "scales": "row", "path": path})
+            for path in ("library", "fused")
+        ),
+    ],
+)
+def test_every_op_is_predicted_by_the_card(op: str, options: dict[str, str]) -> None:
     """An H20 has a seventh of the products of an H200."""
-    slow, fast = (times_of(planned(name, "hopper", op)) for name in ("NVIDIA H20", "NVIDIA H200"))
+    slow, fast = (
+        times_of(planned(name, "hopper", op, **options)) for name in ("NVIDIA H20", "NVIDIA H200")
+    )
     assert slow.compute_us > 3 * fast.compute_us
+
+
+def test_a_schedule_follows_the_card() -> None:
+    """Own tokens that are multiplied while others travel: products take seven times as long on an
+    H20, so fewer tiles of them fill that time."""
+    of_card = {}
+    for name in ("NVIDIA H20", "NVIDIA H200"):
+        made = planned(name, "hopper", "moe_dispatch_gemm").schedule
+        assert isinstance(made, DispatchSchedule)
+        of_card[name] = made.early_tiles
+    assert 0 < 3 * of_card["NVIDIA H20"] < of_card["NVIDIA H200"]
+
+
+def test_a_norm_takes_longer_where_memory_is_slower() -> None:
+    """An A100 has less than half of the bandwidth of an H200."""
+
+    def more_us(name: str) -> float:
+        around = Around(norm=Norm(residual=True, eps=1e-6))
+        normed = times_of(planned(name, op="all_reduce", around=around))
+        return normed.pipelined_us - times_of(planned(name, op="all_reduce")).pipelined_us
+
+    assert more_us("NVIDIA A100-SXM4-80GB") > 2 * more_us("NVIDIA H200") > 0
 
 
 def test_a_users_file_may_name_the_card(tmp_path: Path) -> None:
