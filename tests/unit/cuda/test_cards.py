@@ -78,7 +78,8 @@ def planned(
         around = Around(scales=Scales(mode=scales, use_fast_accum=True))
     found = explain(
         op, SIZES[op], dtype=dtype, path=path, around=around, b_layout="column" if scales else "row",
-        accelerator=accelerator, capabilities=claims, nic=None, verbs=None, schedule=registry.accelerator(accelerator).schedule,
+        accelerator=accelerator, capabilities=claims, nic=None, verbs=None,
+        schedule=registry.accelerator(accelerator).schedule,
         world=world_map(
             worlds(node(devices, fabric=links, fabric_known=True)), 2, claims.constants_by(file),
             group=claims.process_group,
