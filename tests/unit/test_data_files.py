@@ -64,10 +64,10 @@ def test_schedules_follow_the_file() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"card": "h2000"}, "card 'h2000' is unknown; chips.json has: h200, h800"),
+        ({"chip": "sm_11"}, "chip 'sm_11' is unknown; chips.json has: sm_90"),
         (
             {"constants": {"memory_gbs": 4000.0}},
-            "memory_gbs: chips.json has it for 'h200' already",
+            "memory_gbs: chips.json has it for 'sm_90' already",
         ),
         ({"copies": None}, "copies"),
     ],

@@ -97,7 +97,7 @@ class _File(Model):
 
 
 @cache
-def cards() -> Mapping[str, Card]:
+def cards() -> dict[str, Card]:
     """Return the known cards, by name (``h200``); the first of an architecture stands for devices of
     it whose name is not known."""
     return _File.from_file(FILE, "file of cards").cards
@@ -105,31 +105,34 @@ def cards() -> Mapping[str, Card]:
 
 class ChipMachine(Model):
     """Devices of one kind in a backend's data file: the number of cores of one, and the constants.
-    A ``card`` in the file, on which they were fitted, supplies the cores and those constants that
-    belong to the card itself."""
+    A ``chip`` in the file names an architecture, whose first card, on which they were fitted, supplies
+    the cores and those constants that belong to the card itself."""
 
     cores: int = Field(ge=1)
     constants: MachineConstants | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _of_card(cls, tree: Any) -> Any:
-        if not isinstance(tree, dict) or "card" not in tree:
+    def _of_chip(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict) or "chip" not in tree:
             return tree
-        name, own = tree["card"], tree["constants"]
-        if name not in cards():
-            raise ValueError(f"card {name!r} is unknown; {FILE.name} has: {', '.join(cards())}")
+        chip, own = tree["chip"], tree["constants"]
+        first = {each.architecture: name for name, each in reversed(cards().items())}
+        if chip not in first:
+            known = ", ".join(dict.fromkeys(each.architecture for each in cards().values()))
+            raise ValueError(f"chip {chip!r} is unknown; {FILE.name} has: {known}")
+        name = first[chip]
         card = cards()[name]
         twice = sorted(card.rates.keys() & own.keys())
         if twice:
-            raise ValueError(f"{', '.join(twice)}: {FILE.name} has it for {name!r} already")
+            raise ValueError(f"{', '.join(twice)}: {FILE.name} has it for {chip!r} already")
         constants = {
             **own,
             **card.rates,
             **card.identity(name),
             "source": f"{own['source']}. Card: {card.source}",
         }
-        rest = {key: value for key, value in tree.items() if key != "card"}
+        rest = {key: value for key, value in tree.items() if key != "chip"}
         return {**rest, "cores": card.cores, "constants": constants}
 
     @cached_property
