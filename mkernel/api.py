@@ -14,7 +14,6 @@ from mkernel.plan.ops import canonical
 from mkernel.plan.planner import plan as _plan
 from mkernel.plan.shapes import takes
 from mkernel.settings import load as load_settings
-from mkernel.topology.cost import constants_for
 from mkernel.topology.model import Topology
 from mkernel.topology.world_map import world_map
 from mkernel.world import lifecycle as _lifecycle
@@ -120,11 +119,10 @@ def plan(
     if live is not None and topology is live.topology and ranks_per_node == live.map.ranks_per_node:
         where = live.engine(full, taken).map
     else:
-        constants = constants_for(claims.constants, settings.constants)
         where = world_map(
             topology,
             ranks_per_node,
-            constants,
+            claims.constants_by(settings.constants),
             group=claims.process_group,
             pinning=settings.pinning,
             nics=selection.nic_use(backends.nic, settings),

@@ -265,6 +265,9 @@ class LinkConstants(Model):
     egress_gbs: float | None = Field(
         None, gt=0, description="what a rank sends to all of its node together; None: a link a peer"
     )
+    p2p_most_gbs: float | None = Field(
+        None, gt=0, description="what any link between devices of a node carries, at most"
+    )
     nic_gbs: float = Field(
         default_factory=lambda: defaults().nic.gbs,
         gt=0,
@@ -331,6 +334,14 @@ class MachineConstants(LinkConstants, ConstantsFile):
     architectures: tuple[str, ...] = Field(
         (), description="of the chips that the rates are of; empty: whatever the world has"
     )
+    products: tuple[str, ...] = Field(
+        (), description="words of the names of devices that they are of; empty: of any name"
+    )
+    card: str | None = Field(
+        None, description="a card that the accelerator knows, which has what is not among these"
+    )
+    cores: int | None = Field(None, ge=1, description="of a device whose number nobody states")
+    measured: bool = Field(True, description="False: they follow from public figures alone")
     float16_tflops_per_core: float = Field(gt=0)
     bfloat16_tflops_per_core: float = Field(gt=0)
     float32_tflops_per_core: float = Field(gt=0)
@@ -389,12 +400,6 @@ class MachineConstants(LinkConstants, ConstantsFile):
 def load_constants(path: Path) -> MachineConstants:
     """Load constants from a JSON file. InputFileError if it is missing or does not validate."""
     return MachineConstants.from_file(path, "constants file")
-
-
-def constants_for(own: MachineConstants | None, file: Path | None) -> MachineConstants | None:
-    """Return the constants in a file (``mkernel probe --measure`` writes one), or the backend's
-    ``own``, if it has any. InputFileError, as :func:`load_constants`."""
-    return own if file is None else load_constants(file)
 
 
 def transfer_us(nbytes: float, bandwidth_gbs: float, latency_us: float) -> float:

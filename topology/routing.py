@@ -176,6 +176,7 @@ class _Side:
             limits += [link.gbs for link in self._paths.fabric(one, other)]
         if joined in ("switch", "unknown"):
             limits.append(self.egress_gbs)
+        limits.append(self._constants.p2p_most_gbs)
         return min((gbs for gbs in limits if gbs), default=usual)
 
     def _joined(
@@ -219,6 +220,7 @@ class _Side:
             if hop.gbs is not None:
                 way = " up" if up else " down" if down else ""
                 gbs = round(hop.gbs * share, 3) if way else hop.gbs
+                gbs = min(gbs, self._constants.p2p_most_gbs or gbs)
                 found.append(Crossed(name=f"{hop.name}{way}", gbs=gbs))
         return tuple(found)
 
@@ -234,7 +236,8 @@ class _Side:
         if self.devices[1:] and all(self._joined(*pair) in ("link", "pcie") for pair in pairs):
             return None
         ports = [link.gbs for link in self.node.fabric if FABRIC_SWITCH in link.ends]
-        return min((gbs for gbs in (*ports, self._constants.egress_gbs) if gbs), default=None)
+        limits = (*ports, self._constants.egress_gbs, self._constants.p2p_most_gbs)
+        return min((gbs for gbs in limits if gbs), default=None)
 
     def access(self, i: int, nic: Nic) -> _Access:
         """Return how a NIC reaches the memory of a local rank's device."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from mkernel.topology.cost import LinkConstants, MachineConstants
 from mkernel.topology.kinds import NodeKinds, node_kinds
 from mkernel.topology.lanes import ANY_NIC, NicPlan, NicUse, nic_schedule
-from mkernel.topology.model import Topology
+from mkernel.topology.model import Accelerator, Topology
 from mkernel.topology.placement import NOT_PINNED, Pinning, WorldPlacement, place
 from mkernel.topology.routes import SharedLinks
 from mkernel.topology.routing import routes
-from mkernel.topology.sources.chips import architecture, cores
+from mkernel.topology.sources.chips import architecture, cores, is_named, is_product
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,10 @@ class WorldMap:
 
     @cached_property
     def cores(self) -> int | None:
-        """The cores of the smallest of the nodes' real chips; None: there are none, or some number
-        is unknown."""
-        every = [
-            cores(one)
-            for node in self.kinds.prototypes
-            for one in node.accelerators
-            if not one.emulated
-        ]
+        """The cores of the smallest of the nodes' real chips, as many as the constants state where
+        nobody counted; None: there are none, or some number is unknown."""
+        usual = None if self.constants is None else self.constants.cores
+        every = [cores(one) or usual for one in _real(self.kinds)]
         known = [count for count in every if count is not None]
         return min(known) if known and len(known) == len(every) else None
 
@@ -106,25 +103,42 @@ class WorldMap:
 def world_map(
     topology: Topology,
     ranks_per_node: int,
-    constants: MachineConstants | None,
+    constants: MachineConstants | Sequence[MachineConstants] | None,
     *,
     group: bool = False,
     pinning: Pinning = NOT_PINNED,
     nics: NicUse = ANY_NIC,
 ) -> WorldMap:
     """Return the map of these nodes, each with ``ranks_per_node`` ranks; the rest is as in
-    :class:`WorldMap`. ``constants`` of other chips than the nodes have count as None: no chip
-    stands in for another."""
+    :class:`WorldMap`. Of several ``constants`` those of the nodes' devices are taken
+    (:func:`constants_of`)."""
     kinds = node_kinds(topology)
-    known = constants if constants is None or _hold(constants, kinds) else None
-    return WorldMap(kinds, ranks_per_node, known, group, pinning, nics)
+    every = (constants,) if isinstance(constants, MachineConstants) else constants or ()
+    return WorldMap(kinds, ranks_per_node, constants_of(_real(kinds), every), group, pinning, nics)
 
 
-def _hold(constants: MachineConstants, kinds: NodeKinds) -> bool:
-    """Return whether the constants are those of the nodes' chips."""
-    return not constants.architectures or all(
-        architecture(one) in constants.architectures
-        for node in kinds.prototypes
-        for one in node.accelerators
-        if not one.emulated
-    )
+def constants_of(
+    devices: Sequence[Accelerator], every: Sequence[MachineConstants]
+) -> MachineConstants | None:
+    """Return those of several constants that hold for real devices: those of a device's product, or
+    if its name states none, the first of its architecture. Of unlike devices the slowest counts, and
+    if there are none, the first constants. None: some device has none, as no product stands in for
+    another one."""
+    found = [_of_device(one, every) for one in devices] or [next(iter(every), None)]
+    known = [one for one in found if one is not None]
+    if len(known) < len(found):
+        return None
+    return min(known, key=lambda one: one.bfloat16_tflops_per_core * (one.cores or 1))
+
+
+def _real(kinds: NodeKinds) -> list[Accelerator]:
+    """Return the devices of one node of each kind, without emulated ones."""
+    return [one for node in kinds.prototypes for one in node.accelerators if not one.emulated]
+
+
+def _of_device(device: Accelerator, every: Sequence[MachineConstants]) -> MachineConstants | None:
+    chip, named = architecture(device), is_named(device)
+    hold = [one for one in every if not one.architectures or chip in one.architectures]
+    own = (one for one in hold if is_product(device, one.products))
+    others = (one for one in hold if not (named and one.products and one.architectures))
+    return next(own, next(others, None))

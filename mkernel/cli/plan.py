@@ -41,7 +41,6 @@ from mkernel.plan.simulate import Simulation, trace
 from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import AUTO, Settings
 from mkernel.settings import load as load_settings
-from mkernel.topology.cost import MachineConstants, constants_for
 from mkernel.topology.discover import load
 from mkernel.topology.model import Accelerator, Model, Topology
 from mkernel.topology.placement import usable_nics
@@ -169,7 +168,7 @@ def command(
     mapped = partial(
         world_map,
         ranks_per_node=where.ranks_per_node,
-        constants=constants_for(_own(claims, world), constants_file or settings.constants),
+        constants=_fit(claims, world).constants_by(constants_file or settings.constants),
         group=claims.process_group,
         pinning=settings.pinning,
         nics=selection.nic_use(backends.nic, settings),
@@ -232,6 +231,7 @@ def command(
         )
         ranks = f"{made.ranks_per_node} ranks a node on {made.accelerator}"
         title = f"{made.op} of {render.sizes(made)}, {ranks}"
+        title += "" if constants.measured else f" ({constants.name})"
         with writing("--scaling", scaling_file, ", .svg, .png or .pdf"):
             growth.write(points, title, scaling_file)
     if as_json:
@@ -254,11 +254,11 @@ def command(
             console.print(f"wrote {file}", highlight=False, soft_wrap=True)
 
 
-def _own(claims: AcceleratorCapabilities, world: Topology) -> MachineConstants | None:
-    """Return the backend's constants, if it runs on these chips."""
+def _fit(claims: AcceleratorCapabilities, world: Topology) -> AcceleratorCapabilities:
+    """Return the capabilities, without constants if the backend does not run on these chips."""
     alike = {id(node.accelerators): node.accelerators for node in world.nodes}  # copies share them
     fits = all(claims.misfit(one) is None for devices in alike.values() for one in devices)
-    return claims.constants if fits else None
+    return claims if fits else claims.model_copy(update={"constants": None})
 
 
 def _of_another_cpu(made: LaunchPlan | WhatIf, world: Topology) -> tuple[str, ...]:
@@ -286,7 +286,8 @@ def _assumed(
     ]
     if not unknown:
         return ()
-    return (f"nobody says how many cores {unknown[0]} has: {claims.compute_cores} are assumed",)
+    count = claims.with_cores(here.cores).compute_cores
+    return (f"nobody says how many cores {unknown[0]} has: {count} are assumed",)
 
 
 # ---- the world that is planned for: of this machine, or of the machines in a file ----------------

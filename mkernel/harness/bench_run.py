@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mkernel import selection
 from mkernel.backends import registry
 from mkernel.errors import ArgumentError
 from mkernel.harness import figures, rank, wire
@@ -19,7 +20,7 @@ from mkernel.harness.results import Conditions, Report, Row
 from mkernel.harness.spec import BenchSpec, Mode
 from mkernel.launch import host_store, launch
 from mkernel.settings import load as load_settings
-from mkernel.topology.cost import constants_for
+from mkernel.topology.world_map import constants_of
 
 
 def run(
@@ -123,8 +124,10 @@ def _rows(
 
 def conditions(accelerator: str) -> Conditions:
     """Return what the figures of a run on this accelerator backend depend on."""
-    claims = registry.accelerator(accelerator).capabilities()
-    constants = constants_for(claims.constants, load_settings().constants)
+    backend = registry.accelerator(accelerator)
+    claims = backend.capabilities()
+    every = claims.constants_by(load_settings().constants)
+    constants = constants_of(selection.real_devices(backend), every)
     if not claims.library_ops or constants is None:
         return Conditions(whole=True, environment=dict(ENVIRONMENT))
     return Conditions(

@@ -186,7 +186,7 @@ def render(report: RunReport, *, measured_constants: bool = False) -> Renderable
     else:
         clocks = [("modelled", f"modelled time on {report.modelled_machine}", report.modelled)]
     if (expected := _predicted_clock(report, measured=measured_constants)) is not None:
-        clocks.append(("predicted", "by the planner's cost model", expected))
+        clocks.append(("predicted", _cost_model(report.plan.prediction), expected))
     units = [
         unit_of(
             1e3 * getattr(each, name)
@@ -262,6 +262,12 @@ def _gain(each: Clock) -> str:
         "" if _beyond_all(each) else f": {each.overlap_efficiency:.0%} of the {shorter} is hidden"
     )
     return f"Overlap makes the call {each.speedup:.2f}x as fast, {both} instead of {one}{hidden}."
+
+
+def _cost_model(times: Prediction | None) -> str:
+    """Say what predicted, and whether its constants were ever measured."""
+    why = f" ({times.constants})" if times is not None and not times.measured else ""
+    return f"by the planner's cost model{why}"
 
 
 def _predicted_clock(report: RunReport, *, measured: bool) -> Clock | None:

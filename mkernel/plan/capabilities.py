@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, get_args
 
 from typing_extensions import Self
 
+from mkernel.errors import InputFileError
 from mkernel.plan.model import Activation, AttentionLayout, AttentionShape, DtypeName, ScaleMode
 from mkernel.plan.pipeline import Returns
-from mkernel.topology.cost import MachineConstants
+from mkernel.topology.cost import MachineConstants, load_constants
 from mkernel.topology.model import Accelerator, KindName, Model
 from mkernel.topology.sources.chips import described, runs
 
@@ -123,6 +125,11 @@ class AcceleratorCapabilities(Model):
     constants: MachineConstants | None = None
     """Constants of its machine, from a data file that the backend brings. None: no times of plans
     are predicted, unless the user gives a file (``MKERNEL_CONSTANTS``)."""
+    cards: tuple[MachineConstants, ...] = ()
+    """The same with other cards; of those of one architecture the first are of devices whose
+    product is not known."""
+    link_gbs: float | None = None
+    """The most that links between devices of a node carry in plans; None: what they do."""
     process_group: bool = False
     """Says that calls need a torch.distributed group (``Call.group``), which carries all bytes
     between ranks, also within a node, except those of ``put_ops``; no NIC session is opened."""
@@ -149,6 +156,22 @@ class AcceleratorCapabilities(Model):
             kernels = ", ".join(each.replace("+", " and later") for each in self.architectures)
             return f"has kernels for {kernels} only, not for {described(device)}"
         return None
+
+    def constants_by(self, file: Path | None) -> tuple[MachineConstants, ...]:
+        """Return the constants in a user's file (``mkernel probe --measure`` writes one), or the
+        backend's own: those of its machine, then those with other cards. InputFileError, also for a
+        card that the backend does not know."""
+        every = () if self.constants is None else (self.constants, *self.cards)
+        if file is not None:
+            given, known = load_constants(file), [one.card for one in every if one.card]
+            if known and given.card not in (None, *known):
+                raise InputFileError(
+                    f"constants file {file}: card {given.card!r} is unknown; known: {', '.join(known)}"
+                )
+            every = (given,)
+        if self.link_gbs is None:
+            return every
+        return tuple(one.model_copy(update={"p2p_most_gbs": self.link_gbs}) for one in every)
 
     def takes_routing(self, nodes: int) -> bool:
         """Return whether a dispatch in a world of so many nodes takes the routing of another."""

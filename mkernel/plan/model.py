@@ -266,6 +266,9 @@ class Prediction(Model):
     sequential_us: float = Field(ge=0)
     pipelined_us: float = Field(ge=0)
     constants: str
+    measured: bool = Field(
+        True, description="False: the constants follow from a card's public figures alone"
+    )
     fused_us: float | None = Field(None, ge=0, description="of a call on the fused path")
     library_us: float | None = Field(
         None, ge=0, description="of a call on the library path; both None where there is one path"
@@ -340,6 +343,9 @@ class CommonPart(Model):
     nics: NicSchedule | None = Field(
         None,
         description="how a NIC backend lays puts on the routes' rails; None: none carries them",
+    )
+    card: str | None = Field(
+        None, description="whose constants decide, by the accelerator's name for it; None: not said"
     )
     prediction: Prediction | None = Field(
         None, description="None: there are no constants of the chips"
@@ -416,7 +422,9 @@ class CommonPart(Model):
         return self
 
 
-_OF_A_RANK = {"prediction", "copies"}
+PREDICTED = ("card", "prediction")
+"""Fields that say how a plan was decided, and that nothing executes."""
+_OF_A_RANK = {*PREDICTED, "copies"}
 """Fields of a plan that ranks need not share."""
 _OF_SIZES = {"shape", "schedule"}
 """Fields that differ between plans of one op, if ranks share them."""

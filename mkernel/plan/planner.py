@@ -426,6 +426,7 @@ class Plans:
             placement=world.placement,
             routes=links.table,
             nics=world.nic_plan.schedule if nics[0] else None,
+            card=None if world.constants is None else world.constants.card,
         )
         return made
 

@@ -91,6 +91,7 @@ def prediction(
         sequential_us=compute + comm + start,
         pipelined_us=pipelined + start,
         constants=constants.name,
+        measured=constants.measured,
         **paths,
     )
 

@@ -18,6 +18,7 @@ from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import (
     BLOCK,
     E4M3,
+    PREDICTED,
     AttentionShape,
     CommonPart,
     DispatchShape,
@@ -56,7 +57,7 @@ def admit_plan(
         nic=backends.nic,
         verbs=backends.verbs,
     )
-    for name in [field for field in CommonPart.model_fields if field != "prediction"]:
+    for name in [field for field in CommonPart.model_fields if field not in PREDICTED]:
         theirs, ours = getattr(plan, name), getattr(own, name)
         if theirs != ours:
             _refuse(f"plan.{name}", theirs, ours)

@@ -20,7 +20,6 @@ from mkernel.plan import missing
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.selection import nic_use
 from mkernel.settings import Settings
-from mkernel.topology.cost import constants_for
 from mkernel.topology.model import Topology
 from mkernel.topology.world_map import WorldMap, world_map
 from mkernel.world.exchange import Exchange
@@ -58,7 +57,7 @@ class Engine:
         self.map: WorldMap = world_map(
             topology,
             identity.ranks_per_node,
-            constants_for(claims.constants, settings.constants),
+            claims.constants_by(settings.constants),
             group=claims.process_group,
             pinning=settings.pinning,
             nics=nic_use(backends.nic, settings),

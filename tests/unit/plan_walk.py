@@ -1,4 +1,4 @@
-"""Walks every field of a plan but its prediction: another value is another launch, or is refused."""
+"""Walks every field of a plan but what was predicted: another value is another launch, or refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.errors import MkernelError
 from mkernel.plan.capabilities import AcceleratorCapabilities
-from mkernel.plan.model import GemmShape, LaunchPlan, SumShape
+from mkernel.plan.model import PREDICTED, GemmShape, LaunchPlan, SumShape
 from mkernel.plan.planner import plan as plan_of
 from mkernel.topology.model import Topology
 from mkernel.topology.world_map import world_map
@@ -95,7 +95,7 @@ def dotted(path: Path) -> str:
 def leaves(plan: BaseModel) -> Iterator[tuple[Path, Any, Any]]:
     """(path, value, annotation) of every field, by the models' own lists of them."""
     for name, field in type(plan).model_fields.items():
-        if not (isinstance(plan, LaunchPlan) and name == "prediction"):
+        if not (isinstance(plan, LaunchPlan) and name in PREDICTED):
             annotation: Any = field.annotation
             if field.metadata:
                 annotation = Annotated[(annotation, *field.metadata)]

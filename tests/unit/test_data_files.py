@@ -56,9 +56,9 @@ def test_schedules_follow_the_file() -> None:
     clusters = made.tilings.clusters
     assert {**clusters, "deep": clusters["wide"]} == tuning.CLUSTER_TILES
     rate = made.constants.bfloat16_tflops_per_core
-    tile = tuning._Tiles("wide", 1024, 1024, 4096, 4)
+    tile = tuning._Tiles("wide", 1024, 1024, 4096, 4, rate)
     assert tile.tile_us == 2 * 128 * 256 * 4096 / (rate * 1e6)
-    assert rate == chips.chips()["sm_90"].rates["bfloat16_tflops_per_core"]
+    assert rate == chips.cards()["h200"].rates["bfloat16_tflops_per_core"]
 
 
 @pytest.mark.parametrize(

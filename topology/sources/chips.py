@@ -77,6 +77,7 @@ def _of_product(name: str) -> str | None:
     return None
 
 
+@lru_cache(maxsize=1024)
 def _has_word(name: str, words: str) -> bool:
     return re.search(rf"(?<![A-Za-z0-9])({words})(?![A-Za-z0-9])", name, re.IGNORECASE) is not None
 
@@ -114,6 +115,16 @@ def _is(name: str, chip: _Chip) -> bool:
 def product(device: Accelerator) -> str:
     """Return the vendor's name of the product if only its PCI id is known, else the name it has."""
     return _known().products.get(device.name, device.name)
+
+
+def is_product(device: Accelerator, words: tuple[str, ...]) -> bool:
+    """Return whether a device's name has one of these words."""
+    return bool(words) and _has_word(product(device), "|".join(map(re.escape, words)))
+
+
+def is_named(device: Accelerator) -> bool:
+    """Return whether a device's name says which product of NVIDIA it is."""
+    return any(_has_word(product(device), names) for names, _ in _NVIDIA_NAMES)
 
 
 def is_card(device: Accelerator) -> bool:

@@ -245,6 +245,8 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
             "kinds": ("cuda",),
             "architectures": (f"sm_{FIRST[0]}{FIRST[1]}+",),
             "constants": machine().constants,
+            "cards": machine().of_others,
+            "link_gbs": load_as(self.settings).link_gbs,
         }
         return AcceleratorCapabilities(**{**claims, **self.claimed()})
 

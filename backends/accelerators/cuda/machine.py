@@ -22,6 +22,7 @@ from mkernel.topology.defaults import Sourced
 from mkernel.topology.model import Model
 
 FILE = Path(__file__).with_name("machine.json")
+_MOST_LINKS = 64
 
 
 class Tilings(Sourced):
@@ -288,10 +289,26 @@ class HopperMachine(ChipMachine):
             self.copies.copies["put"],
         )
 
-    def on_links_of(self, plan: CommonPart) -> Self:
-        """Return a machine on which no rank sends more than the plan's links carry; itself if these
-        are as fast as those that it was measured on."""
-        egress_gbs = plan.egress_gbs
+    def of_plan(self, plan: CommonPart) -> Self:
+        """Return the machine with the plan's card, on which no rank sends more than the plan's links
+        carry; itself if it was measured on that card and on links that are not faster."""
+        fitted = plan.card in (None, self.constants.card)
+        machine = self if fitted else self.others.get(plan.card or "", self)
+        return machine._on_links(plan.egress_gbs)
+
+    def with_card(self, constants: MachineConstants) -> Self:
+        """Return the machine with the card of such constants."""
+        made, times = super().with_card(constants), constants.p2p_gbs / self.constants.p2p_gbs
+        return made.model_copy(update={"copies": self.copies.on_links(times)})
+
+    @cached_property
+    def _on(self) -> dict[float, Self]:
+        """The machines on slower links, as far as they were made."""
+        return {}
+
+    def _on_links(self, egress_gbs: float | None) -> Self:
+        if egress_gbs in self._on:
+            return self._on[egress_gbs]
         constants = self.constants.limited_to(egress_gbs)
         if egress_gbs is None or constants is self.constants:
             return self
@@ -300,13 +317,16 @@ class HopperMachine(ChipMachine):
             for name, path in dict(self.scaled).items()
             if isinstance(path, PathConstants)
         }
-        return self.model_copy(
+        if len(self._on) == _MOST_LINKS:
+            self._on.clear()
+        self._on[egress_gbs] = made = self.model_copy(
             update={
                 "constants": constants,
                 "scaled": self.scaled.model_copy(update=paths),
                 "copies": self.copies.model_copy(update={"most_gbs": egress_gbs}),
             }
         )
+        return made
 
 
 @cache

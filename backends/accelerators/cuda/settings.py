@@ -22,6 +22,13 @@ class CudaSettings(BackendSettings):
         "whatever runs beside it, under CUDA's MPS other ranks of the device; None: all; products of "
         "the library path take what is free; the same on all ranks",
     )
+    link_gbs: float | None = Field(
+        None,
+        gt=0,
+        description="plan as if a link between devices of a node carried so many GB/s at most; changes "
+        "plans only, transfers are as fast as they are; not where the chips have no constants; None: "
+        "what links carry; the same on all ranks",
+    )
     outputs: int = Field(
         3,
         ge=0,

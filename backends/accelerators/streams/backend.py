@@ -255,4 +255,5 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         reuses_routing="always",
         carrier=f"torch.distributed ({device.collectives})",
         constants=device.constants,
+        cards=device.cards,
     )

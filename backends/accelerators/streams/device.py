@@ -122,6 +122,7 @@ class Device:
         self.collectives = _COLLECTIVES[self.name]
         described = torch_device(self.name)
         self.constants, self.cores = described.constants, described.cores
+        self.cards = described.of_others
         self.has_streams = self.name != "cpu"
         # An NPU's streams have limits while a call runs; work queued after it must not have them.
         self.queues = self.name == "cuda"

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from shipped import constants_of
 
 from mkernel.cases import Comparison
 from mkernel.errors import InputFileError
@@ -331,11 +332,12 @@ def recorded_as_spent(seed: int) -> Report:
 
 
 def test_results_record_which_seeds_were_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    claims = SimpleNamespace(constants="x", library_ops=("gemm_all_reduce",))
-    backend = SimpleNamespace(capabilities=lambda: claims)
-    constants = SimpleNamespace(source="x", fitted_to=("layers",))
+    constants = constants_of("hopper")
+    claims = SimpleNamespace(
+        constants_by=lambda file: (constants,), library_ops=("gemm_all_reduce",)
+    )
+    backend = SimpleNamespace(capabilities=lambda: claims, probe=tuple)
     monkeypatch.setattr(bench_run.registry, "accelerator", lambda name: backend)
-    monkeypatch.setattr(bench_run, "constants_for", lambda *args: constants)
     assert set(bench_run.conditions("any").spent_seeds) == draws.SPENT.keys()
 
 

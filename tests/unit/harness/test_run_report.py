@@ -53,6 +53,9 @@ def test_a_launch_is_in_each_part_and_in_the_whole(
     assert predicted.overlap_efficiency == pytest.approx(overlap)
     assert predicted.compute_only_ms == pytest.approx((7.0 + launch) / 1e3)
     assert predicted.comm_only_ms == pytest.approx((4.0 + launch) / 1e3)
+    assert report._cost_model(times) == "by the planner's cost model"
+    guess = times.model_copy(update={"constants": "a100, never measured", "measured": False})
+    assert report._cost_model(guess).endswith(" (a100, never measured)")
     runs: report.Views = {
         view: ModelledRun(
             "a machine", view, total + launch, (KernelSpan(0, "comm", launch, total + launch),), ()

@@ -240,11 +240,8 @@ def test_every_setting_is_listed_with_its_meaning(clean: pytest.MonkeyPatch) -> 
     brought = {"streams_device", "streams_copies"}
     ascend = "strict races seed machine tile_m tile_n tile_k cube_cores comm_cores most_chunks"
     brought |= {f"ascend_{name}" for name in ascend.split()}
-    brought |= {
-        f"{name}_{each}"
-        for name in ("cuda", "hopper")
-        for each in ("multiprocessors", "outputs", "tokens")
-    }
+    of_cuda = ("multiprocessors", "link_gbs", "outputs", "tokens")
+    brought |= {f"{name}_{each}" for name in ("cuda", "hopper") for each in of_cuda}
     brought |= {"hopper_attention"}
     assert set(rows) == wanted | brought
     assert all(row.description for row in rows.values())

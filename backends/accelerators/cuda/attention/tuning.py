@@ -138,7 +138,7 @@ def times_of(plan: CommonPart, calls: CallTimes, merged: int) -> Times:
     A call on a part takes call_us + flop / rate; the merge takes merge_us + moved bytes / rate.
     ``merged``: the number of tensors like q that it reads and writes.
     """
-    shape, how = attention_shape(plan), _MACHINE.attention
+    shape, how = attention_shape(plan), _MACHINE.of_plan(plan).attention
     rows = shape.sequence // plan.world_size
     queries = shape.batch * shape.heads * rows * shape.head_dim
     flop_us = calls.work * queries * rows / (calls.tflops * 1e6)  # if all queries see all keys
@@ -146,7 +146,7 @@ def times_of(plan: CommonPart, calls: CallTimes, merged: int) -> Times:
     own = (calls.causal_call_us if shape.causal else calls.call_us) + seen_us
     merge = how.merge_us + queries * DTYPE_BYTES[plan.dtype] * merged / (how.merge_gbs * 1e3)
     keys = shape.batch * shape.kv_heads * rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
-    copies = _MACHINE.on_links_of(plan).copies
+    copies = _MACHINE.of_plan(plan).copies
     sent = (
         copies.choose("put", keys, 0).microseconds
         + copies.choose("put", keys, 0, flagged=True).microseconds
@@ -158,7 +158,7 @@ def predicted(plan: CommonPart, constants: MachineConstants, core: bool = False)
     """Predict the work by parts. Parts arrive one after another, each in two copies followed by a
     flag. The call on a part starts when the part has arrived and the previous call has ended; the
     call on the own keys runs where others leave room. ``core``: calls use our own kernel."""
-    world, how = plan.world_size, _MACHINE.attention
+    world, how = plan.world_size, _MACHINE.of_plan(plan).attention
     own, part, merge, sent = times_of(plan, how.core if core else how.forward, world + 1)
     last = 0.0
     for peer in range(1, world):
@@ -171,7 +171,8 @@ def predicted(plan: CommonPart, constants: MachineConstants, core: bool = False)
 def predicted_in_pieces(plan: CommonPart, rows: int, constants: MachineConstants) -> Prediction:
     """Predict the work in pieces: calls and merges one after another, or the copies if these take
     longer."""
-    shape, how, world = attention_shape(plan), _MACHINE.attention, plan.world_size
+    shape, world = attention_shape(plan), plan.world_size
+    how = _MACHINE.of_plan(plan).attention
     pieces = Pieces(shape, world, rows, how.slots)
     own, part, _, _ = times_of(plan, how.forward, world + 1)
     steps = sum(1 for _ in pieces.steps(world - 1))
@@ -180,7 +181,7 @@ def predicted_in_pieces(plan: CommonPart, rows: int, constants: MachineConstants
     calls = 2 * len(pieces.cuts) + steps
     compute = own + (world - 1) * part + calls * how.forward.call_us + steps * merge
     sent = steps * sum(
-        _MACHINE.on_links_of(plan)
+        _MACHINE.of_plan(plan)
         .copies.choose("put", pieces.bytes(rows), 0, flagged=flagged)
         .microseconds
         for flagged in (False, True)
@@ -194,7 +195,7 @@ def predicted_backward(
     """Predict the backward, in the same way. A call takes its share of a part, plus call_us for
     each further lot. A lot's gradients travel when its call and the copies before it have ended;
     they are added up when all of the lot has arrived."""
-    world, calls = plan.world_size, _MACHINE.attention.backward
+    world, calls = plan.world_size, _MACHINE.of_plan(plan).attention.backward
     own, part, merge, sent = times_of(plan, calls, 2 * world + 2)
     part += (lots - 1) * calls.call_us
     compute, copies = own + (world - 1) * part, (world - 1) * sent

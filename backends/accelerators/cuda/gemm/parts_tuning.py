@@ -79,7 +79,7 @@ def times(
 ) -> Times:
     """Predict a call in ``parts`` parts of each rank. ``product``: the dtype in which partial
     results travel; ``multiplied_us``: returns the time of a product of that many rows."""
-    shape, world, forms = plan.gemm, plan.world_size, _MACHINE.on_links_of(plan).in_parts
+    shape, world, forms = plan.gemm, plan.world_size, _MACHINE.of_plan(plan).in_parts
     rows = rows_of(plan)
     part = multiplied_us(-(-rows // parts))
     if plan.op == "all_gather_gemm":

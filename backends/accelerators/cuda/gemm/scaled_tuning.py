@@ -43,7 +43,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     )
     if request.constants is None:
         return found
-    start = _MACHINE.scaled.product.start_us
+    start = _MACHINE.of_plan(plan).scaled.product.start_us
     return found._replace(
         prediction=prediction(*times(plan, chunks, cores), start, request.constants)
     )
@@ -54,7 +54,7 @@ def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
     how = scaled_by(plan, -(-rows // chunks) if chunks else plan.gemm.m, cores)
     if chunks:
         return parts_tuning.schedule(plan, chunks, product, how, cores)
-    return library(plan, _MACHINE.on_links_of(plan).constants, product, how)
+    return library(plan, _MACHINE.of_plan(plan).constants, product, how)
 
 
 def scaled_by(plan: CommonPart, rows: int, cores: int) -> ScaledBy:
@@ -90,7 +90,7 @@ def _whole(plan: CommonPart, cores: int) -> Times:
     compute = _product_us(plan, shape.m, cores)
     if world == 1:
         return Times(compute, 0.0, compute)
-    path = _MACHINE.on_links_of(plan).scaled.product
+    path = _MACHINE.of_plan(plan).scaled.product
     sent = payloads(
         plan.op, shape, plan.dtype, world, partials=product_dtype(plan), results=plan.out_dtype
     )
@@ -112,7 +112,7 @@ def _product_us(plan: CommonPart, rows: int, cores: int) -> float:
 
 def _library_us(plan: CommonPart, rows: int, cores: int) -> float:
     assert plan.scales is not None
-    how, mode = _MACHINE.scaled, plan.scales.mode
+    how, mode = _MACHINE.of_plan(plan).scaled, plan.scales.mode
     longer = how.by_blocks if mode == "block" else 1.0
     product = (how.fast or how.product) if plan.scales.use_fast_accum else how.product
     if mode == "tensor" and not _of_all_ranks(plan, rows):
@@ -122,12 +122,12 @@ def _library_us(plan: CommonPart, rows: int, cores: int) -> float:
 
 def _scaled_us(plan: CommonPart, rows: int, cores: int) -> float:
     """Predict a product without scales, in float32, followed by the kernel that scales."""
-    how, elements = _MACHINE.scaled, rows * plan.gemm.n
+    how, elements = _MACHINE.of_plan(plan).scaled, rows * plan.gemm.n
     moved = elements * (2 * DTYPE_BYTES["float32"] + DTYPE_BYTES[plan.out_dtype])
     scaled = transfer_us(moved, how.scale_gbs, how.scale_us)
     return _multiplied_us(how.unscaled, plan, rows, cores) + scaled
 
 
 def _multiplied_us(path: PathConstants, plan: CommonPart, rows: int, cores: int) -> float:
-    shape, memory = plan.gemm, _MACHINE.constants.memory_gbs
+    shape, memory = plan.gemm, _MACHINE.of_plan(plan).constants.memory_gbs
     return path.products.fastest(1, rows, shape.n, shape.k, cores, memory, 1).total_us

@@ -34,7 +34,8 @@ def with_norm(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     assert isinstance(plan.shape, GemmShape | SumShape)
     mailed = isinstance(made, SumSchedule) and made.way != "two_shot"
     inside = mailed or (isinstance(made, LibrarySchedule) and made.normalises)
-    added = _MACHINE.norms.inside if inside else _MACHINE.norms.behind
+    norms = _MACHINE.of_plan(plan).norms
+    added = norms.inside if inside else norms.behind
     more = added.of(plan.shape.m * plan.shape.n * DTYPE_BYTES[plan.out_dtype])
     names = ["compute_us", "sequential_us", "pipelined_us"]
     names += [f"{plan.path}_us"] if times.fused_us is not None else []
@@ -50,7 +51,7 @@ def scheduled(request: ScheduleRequest) -> Scheduled:
     found = by_rows(request, chunks=1)
     if not isinstance(plan.shape, SumShape):
         return library_tuning.schedule(request, found)
-    normed, constants = plan.norm is not None, _MACHINE.on_links_of(plan).constants
+    normed, constants = plan.norm is not None, _MACHINE.of_plan(plan).constants
     cores = found.pipeline.compute_blocks
     return found._replace(schedule=sums(plan.shape, plan.world_size, normed, cores, constants))
 

@@ -191,7 +191,7 @@ def travel_us(plan: CommonPart, pushing: int) -> float:
     whole by copy engines, to one rank after another."""
     shape, world = plan.shape, plan.world_size
     assert isinstance(shape, MoeShape | DispatchShape)
-    copies = machine().on_links_of(plan).copies
+    copies = machine().of_plan(plan).copies
     nbytes = payloads(plan.op, shape, plan.dtype, world, whole_tokens=pushing == 0).gather
     if pushing == 0:
         return (world - 1) * copies.choose("put", round(nbytes), 0, flagged=True).microseconds

@@ -34,6 +34,16 @@ class Curve(Model):
     blocks: int = Field(ge=0)
     points: tuple[Point, ...] = Field(min_length=2)
 
+    def on_links(self, times: float) -> Curve:
+        """Return the times on links that carry ``times`` as many bytes in the same time; what the
+        smallest copy takes stays."""
+        start = self.points[0].microseconds
+        points = tuple(
+            Point(nbytes=each.nbytes, microseconds=start + (each.microseconds - start) / times)
+            for each in self.points
+        )
+        return self.model_copy(update={"points": points})
+
     @model_validator(mode="after")
     def _ascend(self) -> Curve:
         sizes = [point.nbytes for point in self.points]
@@ -64,6 +74,16 @@ class Engines(Sourced):
         None, gt=0, description="that links to peers carry; None: those that were measured"
     )
     directions: dict[Direction, tuple[Curve, ...]]
+
+    def on_links(self, times: float) -> Engines:
+        """Return the engines on links to peers that carry ``times`` as many bytes in the same time."""
+        directions = {
+            direction: tuple(curve.on_links(times) for curve in curves)
+            if direction in ("put", "get")
+            else curves
+            for direction, curves in self.directions.items()
+        }
+        return self.model_copy(update={"directions": directions})
 
     def microseconds(self, direction: Direction, engine: Engine, blocks: int, nbytes: int) -> float:
         """Return the time of a copy by that engine on ``blocks`` blocks: on the line through the two

@@ -62,7 +62,8 @@ def predicted_kernel(plan: CommonPart, chunk_rows: int, constants: MachineConsta
     one is computed when it has arrived, and tiles that reach a chunk too early wait for a share of
     all copies."""
     shape, world = attention_shape(plan), plan.world_size
-    own, part, _, _ = times_of(plan, _MACHINE.attention.kernel, 0)
+    machine = _MACHINE.of_plan(plan)
+    own, part, _, _ = times_of(plan, machine.attention.kernel, 0)
     rows = shape.sequence // world
     chunk_rows = min(chunk_rows, rows)
     nbytes = shape.batch * shape.kv_heads * chunk_rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
@@ -70,12 +71,12 @@ def predicted_kernel(plan: CommonPart, chunk_rows: int, constants: MachineConsta
         (world - 1)
         * -(-rows // chunk_rows)
         * sum(
-            _MACHINE.on_links_of(plan).copies.choose("put", nbytes, 0, flagged=flagged).microseconds
+            machine.copies.choose("put", nbytes, 0, flagged=flagged).microseconds
             for flagged in (False, True)
         )
     )
-    part -= _MACHINE.attention.kernel.call_us
-    waits = _MACHINE.attention.kernel_waits * copies
+    part -= machine.attention.kernel.call_us
+    waits = machine.attention.kernel_waits * copies
     compute = own + (world - 1) * part
     ended = max(compute + waits, copies + part * chunk_rows / rows)
     return prediction(compute, copies, ended, constants.launch_us, constants)

@@ -22,7 +22,7 @@ def fused(
     """Predict the fused path of a plan with such tiles. None: it was not measured, and is never
     chosen."""
     assert plan.scales is not None
-    how = _MACHINE.on_links_of(plan).scaled
+    how = _MACHINE.of_plan(plan).scaled
     found = how.fused if plan.scales.use_fast_accum else how.promoted
     columns = _MACHINE.tilings.clusters[tiling][1]
     tiles = () if found is None else tuple(t for t in found.tiles if t.columns == columns)

@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 
 from mkernel.backends.accelerators.cuda.gemm import tuning
-from mkernel.backends.accelerators.cuda.machine import Spread, machine
+from mkernel.backends.accelerators.cuda.machine import HopperMachine, Spread, machine
 from mkernel.backends.accelerators.cuda.schedule import FLAGS, TilingName
-from mkernel.backends.accelerators.cuda.transfer.engines import Choice, Engines
+from mkernel.backends.accelerators.cuda.transfer.engines import Choice
 from mkernel.backends.accelerators.hopper.gemm import scaled_tuning
 from mkernel.backends.accelerators.hopper.schedule import (
     FewRowsSchedule,
@@ -104,7 +104,7 @@ def _scheduled(request: ScheduleRequest) -> Scheduled:
                 chunk,
                 processors,
                 tiles,
-                _MACHINE.on_links_of(plan).copies,
+                _MACHINE.of_plan(plan),
             )
         else:
             made = gather_between_nodes(
@@ -133,9 +133,7 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     if plan.op == "all_gather_gemm":
         rows = shape.m // world
         chunk = found.pipeline.rows_per_chunk or rows
-        made = gather(
-            rows, shape.n, k, world, chunk, cores, tiles, _MACHINE.on_links_of(plan).copies
-        )
+        made = gather(rows, shape.n, k, world, chunk, cores, tiles, _MACHINE.of_plan(plan))
     else:
         made = reduce(plan.op, shape.m, shape.n, k, world, cores, tiles=tiles)
     times = None if constants is None else scaled_tuning.fused(plan, made.tiling, cores, constants)
@@ -196,10 +194,10 @@ def gather(
     chunk: int,
     processors: int,
     tiles: TilingName | None = None,
-    engines: Engines | None = None,
+    machine: HopperMachine = _MACHINE,
 ) -> GatherSchedule:
     """Schedule AllGather+GEMM. A rank has ``rows`` rows, in chunks of ``chunk`` as planned.
-    ``tiles`` None: the fastest. ``engines`` None: copies are as fast as they were measured."""
+    ``tiles`` None: the fastest. ``machine``: whose times decide."""
     tiles = tiles or tiling(rows, world, n, k, processors)
     chunk = max(chunk, _least_rows(rows, world))
     if world == 1:
@@ -210,10 +208,10 @@ def gather(
             band=BAND,
             blocks=processors,
         )
-    engines, nbytes = engines or _MACHINE.copies, rows * k * ELEMENT_BYTES
+    engines, nbytes = machine.copies, rows * k * ELEMENT_BYTES
     by_engines = engines.choose("put", nbytes, 0, flagged=True)
     by_blocks = engines.choose("put", nbytes, PUSH_BLOCKS, flagged=True)
-    work = _Tiles(tiles, rows, n, k, world)
+    work = _Tiles(tiles, rows, n, k, world, machine.constants.bfloat16_tflops_per_core)
     hidden_us = _MACHINE.slicing.from_share * work.product_us(processors)
     sliced = (world - 1) * by_engines.microseconds > hidden_us
     slices = SLICES if sliced and chunk == rows else 1
@@ -289,15 +287,16 @@ def _network_blocks(local: int, exchange: Exchange) -> int:
 class _Tiles:
     """The tiles of a product of ``world`` ranks' rows: their number, and the time of one."""
 
-    def __init__(self, tiling: TilingName, rows: int, n: int, k: int, world: int) -> None:
+    def __init__(
+        self, tiling: TilingName, rows: int, n: int, k: int, world: int, tflops_per_core: float
+    ) -> None:
         height, width = CLUSTER_TILES[tiling]
         self.cluster = height // TILE_ROWS
         self.rows = _up(rows, height)
         """Rows of clusters that one rank has."""
         self.columns = _up(n, width)
         self.world = world
-        rate = _MACHINE.constants.bfloat16_tflops_per_core
-        self.tile_us = gemm_tile_us(TILE_ROWS, width, k, rate)
+        self.tile_us = gemm_tile_us(TILE_ROWS, width, k, tflops_per_core)
 
     def product_us(self, processors: int) -> float:
         """Return the time of all waves of the product."""

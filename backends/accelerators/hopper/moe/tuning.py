@@ -80,11 +80,12 @@ class _Product:
 
     def __init__(self, plan: CommonPart) -> None:
         shape, element = plan.shape, DTYPE_BYTES[plan.dtype]
+        self.rates = machine().of_plan(plan).experts
         assert isinstance(shape, MoeShape | GemmCombineShape)
         self._rows = shape.tokens * shape.top_k
         experts = min(shape.experts / plan.world_size, self._rows)
         self._row_bytes = row_bytes(shape.hidden, scaled=plan.scales is not None)
-        self._times = machine().experts.e4m3_times if plan.scales is not None else 1.0
+        self._times = self.rates.e4m3_times if plan.scales is not None else 1.0
         columns = shape.columns if isinstance(shape, MoeShape) else shape.features
         weights = experts * shape.hidden * columns * element
         self._work = 2.0 * self._rows * shape.hidden * columns
@@ -97,26 +98,26 @@ class _Product:
 
     def permuted_us(self) -> float:
         """Return the time if rows are copied into order first, beside the product."""
-        how = machine().experts
+        how = self.rates
         copied = self.weights_us + self._memory_us(2.0 * self._rows * self._row_bytes)
         product = self._work / (self._times * how.permuted_tflops * 1e6)
         return how.permute_us + max(copied, product)
 
     def _memory_us(self, nbytes: float) -> float:
-        return nbytes / (machine().experts.memory_gbs * 1e3)
+        return nbytes / (self.rates.memory_gbs * 1e3)
 
 
 def permutes(plan: CommonPart) -> bool:
     """Return whether rows are copied into order first: the product is then faster, but moves more
     bytes."""
     product = _Product(plan)
-    return product.permuted_us() < product.us(machine().experts.gathered_tflops)
+    return product.permuted_us() < product.us(product.rates.gathered_tflops)
 
 
 def reads_weights(plan: CommonPart) -> bool:
     """Return whether a product takes as long as reading its weights."""
     product = _Product(plan)
-    return product.us(machine().experts.ready_tflops) <= product.weights_us
+    return product.us(product.rates.ready_tflops) <= product.weights_us
 
 
 def tiling(k: int) -> ExpertTiling:
@@ -138,7 +139,7 @@ def _dispatch_us(plan: CommonPart, processors: int, pushing: int) -> float:
     assert isinstance(plan.shape, MoeShape)
     before = 0.0 if plan.shape.routed else machine().experts.route_us
     product = _Product(plan)
-    multiplied = min(product.us(machine().experts.gathered_tflops), product.permuted_us())
+    multiplied = min(product.us(product.rates.gathered_tflops), product.permuted_us())
     own = 0.0
     if _many_own_rows(plan):
         multiplied *= processors / (processors - pushing)
@@ -167,12 +168,13 @@ def early_tiles(
     travelling_us = travel_us(plan, pushing)
     if plan.nodes > 1 and prediction is not None:
         travelling_us = prediction.comm_us
-    rate = processors * machine().constants.bfloat16_tflops_per_core * 1e6  # flop a microsecond
+    how = machine().of_plan(plan)
+    rate = processors * how.constants.bfloat16_tflops_per_core * 1e6  # flop a microsecond
     if plan.scales is not None:
-        rate *= machine().experts.e4m3_times
+        rate *= how.experts.e4m3_times
     weights = shape.hidden * shape.columns  # of one expert
     height = min(rows // early_rows(plan) * early_rows(plan), TILE_ROWS)
-    read_us = weights * DTYPE_BYTES[plan.dtype] / (machine().experts.memory_gbs * 1e3)
+    read_us = weights * DTYPE_BYTES[plan.dtype] / (how.experts.memory_gbs * 1e3)
     return math.ceil(travelling_us / max(2.0 * height * weights / rate, read_us))
 
 
