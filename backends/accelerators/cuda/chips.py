@@ -2,7 +2,7 @@
 
 Constants were fitted on one card. Another one, which was never measured, is taken to reach the same
 share of its nominal figures: each constant is multiplied by the ratio of the two cards' figures that
-bound it (:data:`_BOUND_BY`). What is not listed there, such as every latency and what one block
+bound it (:meth:`Card.ratios`). What is not listed there, such as every latency and what one block
 moves, stays.
 """
 
@@ -21,24 +21,6 @@ from mkernel.topology.defaults import Sourced
 from mkernel.topology.model import Model
 
 FILE = Path(__file__).with_name("chips.json")
-
-_BOUND_BY: dict[str, tuple[str, ...]] = {
-    "half": ("tflops", "gathered_tflops", "permuted_tflops", "ready_tflops"),
-    "half_of_a_core": (
-        *("tflops_per_core", "float16_tflops_per_core", "bfloat16_tflops_per_core"),
-    ),
-    "e4m3_of_a_core": ("float8_tflops_per_core", "scaled.tflops_per_core"),
-    "e4m3_by_half": ("e4m3_times",),
-    "float32_of_a_core": ("float32_tflops_per_core",),
-    "memory": (
-        *("memory_gbs", "weights_gbs", "results_gbs", "loads_gbs", "sums_gbs", "sum_gbs"),
-        *("scattered_sums_gbs", "merge_gbs", "scale_gbs", "rows_gbs", "fill_gbs"),
-    ),
-    "cores": ("lines_a_us", "mailed_tiles.loads_gbs", "sum_cached_gbs"),
-    "link": ("p2p_gbs", "egress_gbs", "copy_engine_gbs"),
-}
-"""Names of constants, perhaps with the name of a section around them, by what bounds them: rates of
-a whole device or of a core of it, device memory, the number of cores (which share L2), links."""
 
 
 class Nominal(Model):
@@ -73,23 +55,29 @@ class Card(Sourced):
         }
 
     def ratios(self, fitted: Card) -> dict[str, float]:
-        """Return by what each constant that was fitted on another card is multiplied, by name."""
+        """Return by what each constant that was fitted on another card is multiplied, by its name,
+        perhaps with that of a section around it: by the ratio of what bounds it."""
         ours, theirs = self.nominal, fitted.nominal
-        cores = self.cores / fitted.cores
+        cores = self.cores / fitted.cores  # which share L2
         half = ours.bfloat16_tflops / theirs.bfloat16_tflops
         assert theirs.float8_tflops is not None
         e4m3 = (ours.float8_tflops or ours.bfloat16_tflops) / theirs.float8_tflops
-        by = {
-            "half": half,
-            "half_of_a_core": half / cores,
-            "e4m3_of_a_core": e4m3 / cores,
-            "e4m3_by_half": e4m3 / half,
-            "float32_of_a_core": ours.float32_tflops / theirs.float32_tflops / cores,
-            "memory": ours.memory_gbs / theirs.memory_gbs,
-            "cores": cores,
-            "link": ours.link_gbs / theirs.link_gbs,
-        }
-        return {name: by[bound] for bound, names in _BOUND_BY.items() for name in names}
+        float32 = ours.float32_tflops / theirs.float32_tflops
+        bounds = (
+            (half, "tflops gathered_tflops permuted_tflops ready_tflops"),
+            (half / cores, "tflops_per_core float16_tflops_per_core bfloat16_tflops_per_core"),
+            (e4m3 / cores, "float8_tflops_per_core scaled.tflops_per_core"),
+            (e4m3 / half, "e4m3_times"),
+            (float32 / cores, "float32_tflops_per_core"),
+            (
+                ours.memory_gbs / theirs.memory_gbs,
+                "memory_gbs weights_gbs results_gbs loads_gbs sums_gbs scattered_sums_gbs sum_gbs "
+                "merge_gbs scale_gbs rows_gbs fill_gbs",
+            ),
+            (cores, "lines_a_us mailed_tiles.loads_gbs sum_cached_gbs"),
+            (ours.link_gbs / theirs.link_gbs, "p2p_gbs egress_gbs copy_engine_gbs"),
+        )
+        return {name: ratio for ratio, names in bounds for name in names.split()}
 
 
 class _File(Model):

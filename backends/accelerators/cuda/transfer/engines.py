@@ -18,6 +18,7 @@ from mkernel.topology.model import Model
 
 Engine = Literal["copy_engine", "bulk", "plain"]
 Direction = Literal["put", "get", "local", "to_host", "from_host"]
+_TO_PEERS: tuple[Direction, ...] = ("put", "get")
 
 
 class Point(Model):
@@ -33,16 +34,6 @@ class Curve(Model):
     engine: Engine
     blocks: int = Field(ge=0)
     points: tuple[Point, ...] = Field(min_length=2)
-
-    def on_links(self, times: float) -> Curve:
-        """Return the times on links that carry ``times`` as many bytes in the same time; what the
-        smallest copy takes stays."""
-        start = self.points[0].microseconds
-        points = tuple(
-            Point(nbytes=each.nbytes, microseconds=start + (each.microseconds - start) / times)
-            for each in self.points
-        )
-        return self.model_copy(update={"points": points})
 
     @model_validator(mode="after")
     def _ascend(self) -> Curve:
@@ -76,14 +67,22 @@ class Engines(Sourced):
     directions: dict[Direction, tuple[Curve, ...]]
 
     def on_links(self, times: float) -> Engines:
-        """Return the engines on links to peers that carry ``times`` as many bytes in the same time."""
-        directions = {
-            direction: tuple(curve.on_links(times) for curve in curves)
-            if direction in ("put", "get")
-            else curves
+        """Return the engines on links to peers that carry ``times`` as many bytes in the same time;
+        what the smallest copy takes stays."""
+
+        def faster(curve: Curve) -> Curve:
+            start = curve.points[0].microseconds
+            points = tuple(
+                Point(nbytes=one.nbytes, microseconds=start + (one.microseconds - start) / times)
+                for one in curve.points
+            )
+            return curve.model_copy(update={"points": points})
+
+        made = {
+            direction: tuple(map(faster, curves)) if direction in _TO_PEERS else curves
             for direction, curves in self.directions.items()
         }
-        return self.model_copy(update={"directions": directions})
+        return self.model_copy(update={"directions": made})
 
     def microseconds(self, direction: Direction, engine: Engine, blocks: int, nbytes: int) -> float:
         """Return the time of a copy by that engine on ``blocks`` blocks: on the line through the two
@@ -124,7 +123,7 @@ class Engines(Sourced):
                     )
                     for curve in curves
                 ],
-                self.most_gbs if direction in ("put", "get") else None,
+                self.most_gbs if direction in _TO_PEERS else None,
                 self.keeps_processors if direction != "local" else None,
             )
             for direction, curves in self.directions.items()
