@@ -378,6 +378,13 @@ class MachineConstants(LinkConstants, ConstantsFile):
         limited = {name: path.limited_to(egress_gbs) for name, path in paths.items() if path}
         return self.model_copy(update=limited)
 
+    def by_flags(self) -> Self:
+        """Return these constants where no exchange is a Lamport exchange, whose order was argued for
+        some devices and links only: without what takes one."""
+        without = {"mail": None, "mail_twice": None}
+        library = None if self.library is None else self.library.model_copy(update=without)
+        return self.model_copy(update={"library": library, "few_rows": None, "mailed_tiles": None})
+
     def knows_rate(self, dtype: str) -> bool:
         """Return whether the rate of a dtype is its own: for e4m3, float32's rate stands in if it
         is unknown."""

@@ -346,8 +346,11 @@ class Plans:
 
     @cached_property
     def constants(self) -> MachineConstants | None:
-        """Return the machine's constants, on links that may be slower than those they are of."""
+        """Return the machine's constants, on links that may be slower than those they are of. Over
+        PCIe alone there are no Lamport exchanges."""
         found = self.world.constants
+        if found is not None and any(one.over_pcie for one in self.links.table.classes):
+            found = found.by_flags()
         return None if found is None else found.limited_to(self.links.egress_gbs)
 
     def planned(self, asked: _Asked) -> Planned:

@@ -261,18 +261,21 @@ class HopperMachine(ChipMachine):
         assert library is not None
         return library.exchanges.in_one(nbytes, world)
 
-    def by_mail(self, nbytes: int, world: int, constants: MachineConstants | None = None) -> bool:
+    @staticmethod
+    def by_mail(nbytes: int, world: int, constants: MachineConstants | None) -> bool:
         """Return whether a collective of one exchange, in which a rank sends ``nbytes`` to each
-        peer, is a Lamport exchange."""
-        library = (constants or self.constants).library
+        peer, is a Lamport exchange. ``constants``: of the plan; None: it is not."""
+        library = None if constants is None else constants.library
         return library is not None and library.exchanges.by_mail(nbytes, world)
 
+    @staticmethod
     def twice_by_mail(
-        self, part: float, sums: float, world: int, constants: MachineConstants | None = None
+        part: float, sums: float, world: int, constants: MachineConstants | None
     ) -> bool:
         """Return whether an all-reduce of two exchanges uses Lamport exchanges. ``part``, ``sums``:
-        bytes that a rank sends to each peer, to be added up and as sums."""
-        library = (constants or self.constants).library
+        bytes that a rank sends to each peer, to be added up and as sums; ``constants``: as of
+        :meth:`by_mail`."""
+        library = None if constants is None else constants.library
         return library is not None and library.exchanges.twice_by_mail(part, sums, world)
 
     @cached_property

@@ -18,7 +18,7 @@ from mkernel.backends import registry
 from mkernel.backends.accelerators.cuda import chips
 from mkernel.backends.accelerators.cuda.machine import machine
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule
+from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, FewRowsSchedule
 from mkernel.backends.accelerators.streams.device import torch_device
 from mkernel.errors import InputFileError
 from mkernel.plan import render
@@ -303,3 +303,32 @@ def test_a_users_constants_are_limited_too(tmp_path: Path) -> None:
     file.write_text(constants_of("hopper").model_dump_json())
     plan = planned("NVIDIA H200", file=file, claims=claims_of("cuda", link_gbs=20.0))
     assert plan.egress_gbs == 20
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "all_reduce": {"m": 16, "n": 4096},
+    "gemm_all_reduce": {"m": 16, "n": 4096, "k": 4096},
+    "gemm_reduce_scatter": {"m": 16, "n": 4096, "k": 4096},
+    "all_gather_gemm": {"m": 16, "n": 4096, "k": 4096},
+}
+
+
+@pytest.mark.parametrize("accelerator", ["cuda", "hopper"])
+@pytest.mark.parametrize("op", SMALL)
+@pytest.mark.parametrize(
+    ("name", "joined", "argued"),
+    [
+        ("NVIDIA H200", "switch", True), ("NVIDIA H20", "link", True), ("NVIDIA H100", "pcie", False),
+        ("NVIDIA A100-SXM4-80GB", "switch", False), ("NVIDIA B200", "switch", False),
+        ("NVIDIA A30", "switch", False),
+    ],
+)  # fmt: skip
+def test_lamport_exchanges_are_where_their_order_was_argued(
+    accelerator: str, op: str, name: str, joined: str, argued: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper by NVLink alone (device/mailbox.cuh), in whichever kernel."""
+    monkeypatch.setitem(SIZES, op, SMALL[op])
+    how = planned(name, accelerator, op, joined=joined).schedule
+    assert how is not None
+    by_mail = getattr(how, "by_mail", False) or "mail" in (getattr(how, "way", None) or "")
+    assert (by_mail or isinstance(how, FewRowsSchedule)) == argued

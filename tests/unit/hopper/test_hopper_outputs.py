@@ -18,6 +18,7 @@ from mkernel.backends.accelerators.cuda.collectives import landing
 from mkernel.backends.accelerators.cuda.device_session import DeviceSession
 from mkernel.backends.accelerators.cuda.device_world import DispatchContext
 from mkernel.backends.accelerators.cuda.gemm.library import LibraryExecutor
+from mkernel.backends.accelerators.cuda.machine import machine
 from mkernel.backends.accelerators.cuda.schedule import LibrarySchedule
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.contracts.accelerator import Call
@@ -134,7 +135,7 @@ def test_ranks_tell_of_outputs_where_results_are_put_into_them(
     """And only there is memory for them, however large they are."""
     monkeypatch.setattr(landing, "LEAST_BYTES", 1)
     fabric(4)
-    made = planned(op, *SIZES[way], 64, 4)
+    made = planned(op, *SIZES[way], 64, 4, constants=machine().constants)
     if op == "gemm_all_reduce":
         how = made.part(LibrarySchedule)
         assert ("by mail" if how.by_mail and how.way == "two_shot" else how.way) == way

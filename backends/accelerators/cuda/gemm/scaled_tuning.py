@@ -17,6 +17,7 @@ from mkernel.plan.predict import payloads, prediction
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.standard import by_rows, choose
 from mkernel.topology.cost import (
+    MachineConstants,
     PathConstants,
     transfer_us,
 )
@@ -39,7 +40,8 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         parts_tuning.name_of,
     )
     found = found._replace(
-        schedule=_made(plan, chunks, cores), alternatives=found.alternatives + considered
+        schedule=_made(plan, chunks, cores, request.constants),
+        alternatives=found.alternatives + considered,
     )
     if request.constants is None:
         return found
@@ -49,12 +51,14 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     )
 
 
-def _made(plan: CommonPart, chunks: int, cores: int) -> Schedule:
+def _made(
+    plan: CommonPart, chunks: int, cores: int, constants: MachineConstants | None
+) -> Schedule:
     rows, product = parts_tuning.rows_of(plan), product_dtype(plan)
     how = scaled_by(plan, -(-rows // chunks) if chunks else plan.gemm.m, cores)
     if chunks:
         return parts_tuning.schedule(plan, chunks, product, how, cores)
-    return library(plan, _MACHINE.of_plan(plan).constants, product, how)
+    return library(plan, constants, product, how)
 
 
 def scaled_by(plan: CommonPart, rows: int, cores: int) -> ScaledBy:

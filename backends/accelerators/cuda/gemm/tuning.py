@@ -51,9 +51,9 @@ def scheduled(request: ScheduleRequest) -> Scheduled:
     found = by_rows(request, chunks=1)
     if not isinstance(plan.shape, SumShape):
         return library_tuning.schedule(request, found)
-    normed, constants = plan.norm is not None, _MACHINE.of_plan(plan).constants
-    cores = found.pipeline.compute_blocks
-    return found._replace(schedule=sums(plan.shape, plan.world_size, normed, cores, constants))
+    normed, cores = plan.norm is not None, found.pipeline.compute_blocks
+    how = sums(plan.shape, plan.world_size, normed, cores, request.constants)
+    return found._replace(schedule=how)
 
 
 def sums(
@@ -61,14 +61,18 @@ def sums(
     world: int,
     normed: bool,
     processors: int,
-    constants: MachineConstants | None = None,
+    constants: MachineConstants | None,
 ) -> SumSchedule:
     """Schedule AllReduce: one Lamport exchange if that is faster than two exchanges, everything
     fits, and a block can keep a row that it normalises; otherwise two exchanges, by mail if that is
-    predicted to be faster and the same holds."""
+    predicted to be faster and the same holds. ``constants``: of the plan; without mail, or None: two
+    exchanges by flags."""
     nbytes = shape.m * shape.n * _ELEMENT_BYTES
     sent = payloads("all_reduce", shape, "bfloat16", world)
-    brief = _MACHINE.in_one(nbytes, world) and mail.of_sums(nbytes, world) <= mail.MAIL_BYTES
+    library = None if constants is None else constants.library
+    mailed = library is not None and library.mail is not None
+    fits = mail.of_sums(nbytes, world) <= mail.MAIL_BYTES
+    brief = mailed and _MACHINE.in_one(nbytes, world) and fits
     way: SumWay = "two_shot"
     if brief and (not normed or mail.keeps_rows(shape, world, "one_shot")):
         way = "mail"
