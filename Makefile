@@ -123,10 +123,12 @@ kernels: $(VENV)/.installed
 	cmake -S . -B build/kernels -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null
 	cmake --build build/kernels --parallel $(JOBS) --target mkernel_hopper_kernels
 
-# Compiles the kernels without wgmma for compute capabilities 8.0, 9.0, 10.0 and 12.0, and as PTX: nothing uses that yet.
+# Builds the modules for CUDA devices with machine code of compute capabilities 8.0, 9.0, 10.0 and 12.0, and PTX. Needs nvcc
+# 12.8 or newer.
 portable-kernels: $(VENV)/.installed
-	cmake -S . -B build/kernels -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null
-	cmake --build build/kernels --parallel $(JOBS) --target mkernel_portable_kernels
+	cmake -S . -B build/portable -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DMKERNEL_HOPPER=OFF \
+		"-DMKERNEL_CUDA_ARCHITECTURES=80;90a-real;100-real;120-real" > /dev/null
+	cmake --build build/portable --parallel $(JOBS) --target _cuda _kernels
 
 # Runs a module's tests on mutants of it, or of the NICs' native code (MODULE=nics), drawn by seed: tests should
 # notice each. FROM=100 goes on after the first hundred.

@@ -121,11 +121,11 @@ CARDS = {name: (f"{card}, never measured", False)
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_chip_that_hopper_does_not_run_on(tmp_path: Path, chip: str) -> None:
-    """No time of another chip's constants, and it is said that cuda runs there, not hopper."""
+    """No time of another chip's constants, and it is said that hopper does not run there."""
     world = machine(name=chip)
     made = report(tmp_path, "--explain", world=world, nodes=1)
     assert made.plan is not None
-    assert made.plan.accelerator == "cuda"
+    assert made.plan.accelerator == "streams"
     times = made.plan.prediction
     assert (times and (times.constants, times.measured)) == CARDS.get(chip)
     assert made.notes == (
