@@ -522,3 +522,8 @@ FAMILIES |= {
         "documents", "attention-pieces", "gradients", "experts",
     )
 }  # fmt: skip
+FAMILIES["cuda-experts"] = replace(  # torch's product has no activation
+    FAMILIES["cuda-experts"],
+    drawn=lambda chance, world: replace(moe_ranks.drawn(chance, world), activation=None),
+    judged=[*BOUNDED, *(each for each in MANY if each.activation is None)],
+)
