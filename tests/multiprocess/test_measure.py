@@ -50,7 +50,8 @@ def test_measured_constants_reach_the_planner(
     assert same <= {
         "fused", "library", "host_gbs", "host_latency_us", "cross_rail_share",
         "cross_rail_latency_us", "architectures", "fitted_to", "egress_gbs", "copy_engine_gbs",
-            "few_rows", "mailed_tiles", "float8_tflops_per_core", "schema_version",
+        "few_rows", "mailed_tiles", "float8_tflops_per_core", "schema_version", "card", "products",
+        "cores", "measured", "p2p_most_gbs",
     }  # fmt: skip
     assert 0.1 < measured.p2p_gbs < 1000
     assert 0.01 < measured.nic_gbs < 1000
