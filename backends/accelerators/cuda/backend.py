@@ -157,6 +157,8 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
                 pci=device.pci.lower(),
                 architecture=f"sm_{device.major}{device.minor}",
                 cores=device.multiprocessors,
+                clock_mhz=device.clock_mhz or None,
+                memory_gbs=device.memory_gbs or None,
             )
             for device in self.found()
         )
