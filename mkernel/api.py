@@ -122,7 +122,7 @@ def plan(
         where = world_map(
             topology,
             ranks_per_node,
-            claims.constants_by(settings.constants),
+            claims.constants_by(settings.constants, backend.cards_of(topology)),
             group=claims.process_group,
             pinning=settings.pinning,
             nics=selection.nic_use(backends.nic, settings),

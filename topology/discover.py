@@ -231,7 +231,7 @@ _Part = TypeVar("_Part", Accelerator, Nic, Bridge, FabricLink)
 
 _MOST: Mapping[type[Model], Mapping[str, float]] = MappingProxyType(
     {
-        Accelerator: {"pcie_gbs": 512, "cores": 4096},
+        Accelerator: {"pcie_gbs": 512, "cores": 4096, "clock_mhz": 16384, "memory_gbs": 65536},
         Nic: {"speed_gbps": 6400, "pcie_gbs": 512},
         Bridge: {"pcie_gbs": 512},
         FabricLink: {"gbs": 16384, "count": 1024},

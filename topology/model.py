@@ -151,6 +151,12 @@ class Accelerator(Model):
     cores: int | None = Field(
         default=None, ge=1, description="multiprocessors, cube cores, where a source counts them"
     )
+    clock_mhz: float | None = Field(
+        default=None, ge=1, description="the most of its cores, where a source says it"
+    )
+    memory_gbs: float | None = Field(
+        default=None, ge=1, description="what its memory carries at most, where a source says it"
+    )
     emulated: bool = False
 
 

@@ -128,7 +128,12 @@ def constants_of(
     known = [one for one in found if one is not None]
     if len(known) < len(found):
         return None
-    return min(known, key=lambda one: one.bfloat16_tflops_per_core * (one.cores or 1))
+    return min(known, key=speed)
+
+
+def speed(constants: MachineConstants) -> float:
+    """Return the rate of bfloat16 products, in TFLOP/s, by which devices are faster or slower."""
+    return constants.bfloat16_tflops_per_core * (constants.cores or 1)
 
 
 def _real(kinds: NodeKinds) -> list[Accelerator]:

@@ -21,7 +21,8 @@ from mkernel.plan.model import LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.plan.standard import by_rows
 from mkernel.settings import BackendSettings
-from mkernel.topology.model import Accelerator
+from mkernel.topology.cost import MachineConstants
+from mkernel.topology.model import Accelerator, Topology
 
 if TYPE_CHECKING:
     import torch
@@ -192,6 +193,12 @@ class AcceleratorBackend(ABC):
     def capabilities_on(self, device: Accelerator) -> AcceleratorCapabilities:
         """Return the capabilities on a machine elsewhere with devices like ``device``."""
         return self.capabilities()
+
+    def cards_of(self, topology: Topology) -> tuple[MachineConstants, ...]:
+        """Return constants of those of a world's devices whose product the capabilities do not know,
+        as far as what sources read of them says how fast they are. They come after the capabilities'
+        own ``cards``; every rank passes the same nodes."""
+        return ()
 
     @classmethod
     def schedule(cls, request: ScheduleRequest) -> Scheduled:

@@ -168,7 +168,10 @@ def command(
     mapped = partial(
         world_map,
         ranks_per_node=where.ranks_per_node,
-        constants=_fit(claims, world).constants_by(constants_file or settings.constants),
+        constants=_fit(claims, world).constants_by(
+            constants_file or settings.constants,
+            registry.accelerator(backends.accelerator).cards_of(world),
+        ),
         group=claims.process_group,
         pinning=settings.pinning,
         nics=selection.nic_use(backends.nic, settings),

@@ -20,6 +20,7 @@ from mkernel.harness.results import Conditions, Report, Row
 from mkernel.harness.spec import BenchSpec, Mode
 from mkernel.launch import host_store, launch
 from mkernel.settings import load as load_settings
+from mkernel.topology.model import Node, Topology
 from mkernel.topology.world_map import constants_of
 
 
@@ -126,8 +127,10 @@ def conditions(accelerator: str) -> Conditions:
     """Return what the figures of a run on this accelerator backend depend on."""
     backend = registry.accelerator(accelerator)
     claims = backend.capabilities()
-    every = claims.constants_by(load_settings().constants)
-    constants = constants_of(selection.real_devices(backend), every)
+    devices = selection.real_devices(backend)
+    here = Topology(nodes=(Node(id=0, hostname="", numa=(), accelerators=devices),))
+    every = claims.constants_by(load_settings().constants, backend.cards_of(here))
+    constants = constants_of(devices, every)
     if not claims.library_ops or constants is None:
         return Conditions(whole=True, environment=dict(ENVIRONMENT))
     return Conditions(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -157,11 +158,13 @@ class AcceleratorCapabilities(Model):
             return f"has kernels for {kernels} only, not for {described(device)}"
         return None
 
-    def constants_by(self, file: Path | None) -> tuple[MachineConstants, ...]:
+    def constants_by(
+        self, file: Path | None, more: Sequence[MachineConstants] = ()
+    ) -> tuple[MachineConstants, ...]:
         """Return the constants in a user's file (``mkernel probe --measure`` writes one), or the
-        backend's own: those of its machine, then those with other cards. InputFileError, also for a
-        card that the backend does not know."""
-        every = () if self.constants is None else (self.constants, *self.cards)
+        backend's own: those of its machine, then those with other cards, at last ``more`` of a world
+        (``AcceleratorBackend.cards_of``). InputFileError, also for a card that is none of these."""
+        every = () if self.constants is None else (self.constants, *self.cards, *more)
         if file is not None:
             given, known = load_constants(file), [one.card for one in every if one.card]
             if known and given.card not in (None, *known):

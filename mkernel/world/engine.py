@@ -57,7 +57,7 @@ class Engine:
         self.map: WorldMap = world_map(
             topology,
             identity.ranks_per_node,
-            claims.constants_by(settings.constants),
+            claims.constants_by(settings.constants, self.accelerator.cards_of(topology)),
             group=claims.process_group,
             pinning=settings.pinning,
             nics=nic_use(backends.nic, settings),

@@ -44,7 +44,8 @@ from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import AttentionShape, LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import load_as, variable
-from mkernel.topology.model import Accelerator
+from mkernel.topology.cost import MachineConstants
+from mkernel.topology.model import Accelerator, Topology
 from mkernel.topology.sources.chips import capability, cores
 
 if TYPE_CHECKING:
@@ -157,6 +158,8 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
                 pci=device.pci.lower(),
                 architecture=f"sm_{device.major}{device.minor}",
                 cores=device.multiprocessors,
+                clock_mhz=device.clock_mhz or None,
+                memory_gbs=device.memory_gbs or None,
             )
             for device in self.found()
         )
@@ -202,6 +205,10 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
         """Return the capabilities on a machine elsewhere; of devices that are not known, Hopper's."""
         there = capability(device) or HOPPER
         return self._claims(there, cores(device) or machine().cores)
+
+    def cards_of(self, topology: Topology) -> tuple[MachineConstants, ...]:
+        """Return the constants of devices of which only figures are known."""
+        return machine().cards_of(topology)
 
     def _claims(self, there: tuple[int, int], processors: int) -> AcceleratorCapabilities:
         most = load_as(self.settings).multiprocessors

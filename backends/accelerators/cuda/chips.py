@@ -3,13 +3,15 @@
 Constants were fitted on one card. Another one, which was never measured, is taken to reach the same
 share of its nominal figures: each constant is multiplied by the ratio of the two cards' figures that
 bound it (:meth:`Card.ratios`). What is not listed there, such as every latency and what one block
-moves, stays.
+moves, stays. The card of a product that is not listed follows from what the driver reports of a device
+(:func:`by_clock`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,17 @@ from typing_extensions import Self
 
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.defaults import Sourced
-from mkernel.topology.model import Model
+from mkernel.topology.kinds import node_kinds
+from mkernel.topology.model import FABRIC_HOST, Accelerator, Model, Node, Topology
+from mkernel.topology.sources.chips import architecture, cores, is_product, product
+from mkernel.topology.world_map import speed
 
 FILE = Path(__file__).with_name("chips.json")
+_BY_CLOCK = re.compile(
+    r"(.*) by its clock \((sm_\d+), (\d+) x ([\d.e+]+) MHz, "
+    r"memory ([\d.e+]+) GB/s, link ([\d.e+]+) GB/s\)"
+)
+_MOST_MADE = 64
 
 
 class Nominal(Model):
@@ -80,15 +90,78 @@ class Card(Sourced):
         return {name: ratio for ratio, names in bounds for name in names.split()}
 
 
+class Cycle(Model):
+    """What a multiprocessor of an architecture computes in a clock cycle, in flop of dense products
+    that are added up in float32; and what its PCIe carries in one direction."""
+
+    bfloat16: int = Field(gt=0)
+    float8: int | None = Field(gt=0, description="None: it has no products of e4m3")
+    float32: int = Field(gt=0)
+    pcie_gbs: float = Field(gt=0)
+
+
+class _Cycles(Sourced):
+    halved: tuple[str, ...] = Field(description="products with half of the rates of matrices")
+    architectures: dict[str, Cycle]
+
+
 class _File(Model):
     cards: dict[str, Card]
+    cycles: _Cycles
 
 
 @cache
+def _file() -> _File:
+    return _File.from_file(FILE, "file of cards")
+
+
 def cards() -> dict[str, Card]:
     """Return the known cards, by name (``h200``); the first of an architecture stands for devices of
     it whose name is not known."""
-    return _File.from_file(FILE, "file of cards").cards
+    return _file().cards
+
+
+def by_clock(device: Accelerator, node: Node) -> str | None:
+    """Return the name of the card that :func:`card` makes of a device of that node, which holds all
+    figures: plans have nothing else of a card. Its link is what the node's links of known rate carry,
+    or PCIe. None: the product is a known card, or a figure is unknown."""
+    chip, count, cycles = architecture(device), cores(device), _file().cycles.architectures
+    if chip not in cycles or not (count and device.clock_mhz and device.memory_gbs):
+        return None
+    if any(is_product(device, each.products) for each in cards().values()):
+        return None
+    ends = (one for one in node.fabric if device.id in one.ends and FABRIC_HOST not in one.ends)
+    link = sum(one.gbs or 0.0 for one in ends)
+    link = link if link >= 1 else cycles[chip].pcie_gbs
+    return (
+        f"{product(device)} by its clock ({chip}, {count} x {device.clock_mhz:g} MHz, "
+        f"memory {device.memory_gbs:g} GB/s, link {link:g} GB/s)"
+    )
+
+
+@lru_cache(maxsize=_MOST_MADE)
+def card(name: str) -> Card | None:
+    """Return a card by its name, a known one or one that :func:`by_clock` named; None: neither."""
+    made, cycles = _BY_CLOCK.fullmatch(name), _file().cycles
+    if made is None or made[2] not in cycles.architectures:
+        return cards().get(name)
+    cycle = cycles.architectures[made[2]]
+    clock_mhz, memory_gbs, link_gbs = map(float, made.groups()[3:])
+    tera = int(made[3]) * clock_mhz * 1e-6  # cycles a second, all multiprocessors together
+    matrices = tera / 2 if any(each in made[1] for each in cycles.halved) else tera
+    return Card(
+        source=f"what the driver reports of the device, and {cycles.source}",
+        products=(made[1],),
+        architecture=made[2],
+        cores=int(made[3]),
+        nominal=Nominal(
+            bfloat16_tflops=matrices * cycle.bfloat16,
+            float8_tflops=cycle.float8 and matrices * cycle.float8,
+            float32_tflops=tera * cycle.float32,
+            memory_gbs=memory_gbs,
+            link_gbs=link_gbs,
+        ),
+    )
 
 
 class ChipMachine(Model):
@@ -129,34 +202,55 @@ class ChipMachine(Model):
         fitted = None if self.constants is None else self.constants.card
         return tuple(self._constants(name) for name in cards() if fitted not in (None, name))
 
-    @cached_property
-    def others(self) -> Mapping[str, Self]:
-        """The machines with these cards, by name."""
-        return {one.card: self.with_card(one) for one in self.of_others if one.card is not None}
+    def cards_of(self, topology: Topology) -> tuple[MachineConstants, ...]:
+        """Return the constants with the cards of :func:`by_clock`. The slowest come first, because a
+        product's name may be the beginning of another one."""
+        nodes = node_kinds(topology).prototypes
+        names = {by_clock(device, node) for node in nodes for device in node.accelerators}
+        made = [self.on_card(name).constants for name in sorted(filter(None, names))]
+        return tuple(sorted(filter(None, made), key=speed))
 
-    def with_card(self, constants: MachineConstants) -> Self:
-        """Return the machine with the card of such constants, one of :attr:`of_others`."""
-        assert constants.card is not None
-        tree = _scaled(self.model_dump(exclude={"constants"}), self._ratios(constants.card))
-        cores = cards()[constants.card].cores
-        return type(self).model_validate({**tree, "cores": cores, "constants": constants})
+    def on_card(self, name: str) -> Self:
+        """Return the machine with a card; itself if it was fitted on it, or there is no such card."""
+        fitted = None if self.constants is None else self.constants.card
+        if fitted in (None, name) or card(name) is None:
+            return self
+        if name not in self._on_cards:
+            if len(self._on_cards) == _MOST_MADE:
+                self._on_cards.clear()
+            self._on_cards[name] = self.with_card(name)
+        return self._on_cards[name]
+
+    @cached_property
+    def _on_cards(self) -> dict[str, Self]:
+        """The machines with other cards, as far as they were made."""
+        return {}
+
+    def with_card(self, name: str) -> Self:
+        """Make the machine with a card that exists."""
+        constants = self._constants(name)
+        tree = _scaled(self.model_dump(exclude={"constants"}), self._ratios(name))
+        return type(self).model_validate({**tree, "cores": constants.cores, "constants": constants})
 
     def _ratios(self, name: str) -> Mapping[str, float]:
         assert self.constants is not None
         assert self.constants.card is not None
-        return cards()[name].ratios(cards()[self.constants.card])
+        its = card(name)
+        assert its is not None
+        return its.ratios(cards()[self.constants.card])
 
     def _constants(self, name: str) -> MachineConstants:
         assert self.constants is not None
-        card, fitted = cards()[name], self.constants.card
-        tree = _scaled(self.constants.model_dump(), self._ratios(name)) | card.identity(name)
+        its, fitted = card(name), self.constants.card
+        assert its is not None
+        tree = _scaled(self.constants.model_dump(), self._ratios(name)) | its.identity(name)
         tree |= {
             "name": f"{name}, never measured",
-            "source": f"{card.source}; it is taken to reach the shares of them that {fitted} reaches",
+            "source": f"{its.source}; it is taken to reach the shares of them that {fitted} reaches",
             "measured": False,
             "fitted_to": (),
         }
-        if card.nominal.float8_tflops is None:
+        if its.nominal.float8_tflops is None:
             tree["float8_tflops_per_core"] = None
         made = MachineConstants.model_validate(tree)
         # The order that Lamport exchanges want was argued for one architecture (device/mailbox.cuh).

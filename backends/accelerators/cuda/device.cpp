@@ -14,9 +14,14 @@ std::vector<DeviceInfo> devices() {
         check(cudaGetDeviceProperties(&properties, index), call("cudaGetDeviceProperties"));
         char pci[32] = "";
         check(cudaDeviceGetPCIBusId(pci, sizeof(pci), index), call("cudaDeviceGetPCIBusId"));
-        int mps = 0;
-        check(cudaDeviceGetAttribute(&mps, cudaDevAttrMpsEnabled, index),
-              call("cudaDeviceGetAttribute"));
+        const auto attribute = [&](cudaDeviceAttr which) {
+            int value = 0;
+            check(cudaDeviceGetAttribute(&value, which, index), call("cudaDeviceGetAttribute"));
+            return value;
+        };
+        // Two transfers a clock cycle; kHz and bits.
+        const double memory_gbs = 2e-6 * attribute(cudaDevAttrMemoryClockRate) *
+                                  attribute(cudaDevAttrGlobalMemoryBusWidth) / 8;
         std::vector<int> out_of_reach;
         for (int other = 0; other < count; ++other) {
             int reaches = 0;
@@ -25,7 +30,9 @@ std::vector<DeviceInfo> devices() {
             if (reaches == 0) out_of_reach.push_back(other);
         }
         found.push_back({index, properties.name, properties.major, properties.minor,
-                         properties.multiProcessorCount, pci, mps != 0, std::move(out_of_reach)});
+                         properties.multiProcessorCount, attribute(cudaDevAttrClockRate) / 1e3,
+                         memory_gbs, pci, attribute(cudaDevAttrMpsEnabled) != 0,
+                         std::move(out_of_reach)});
     }
     return found;
 }

@@ -17,8 +17,9 @@ struct DeviceInfo {
     std::string name;
     int major, minor;  // compute capability
     int multiprocessors;
-    std::string pci;  // domain:bus:device.function
-    bool mps;         // processes that share it run at once
+    double clock_mhz, memory_gbs;   // at most; 0: the driver knows none
+    std::string pci;                // domain:bus:device.function
+    bool mps;                       // processes that share it run at once
     std::vector<int> out_of_reach;  // devices of this process whose memory it does not reach
 };
 

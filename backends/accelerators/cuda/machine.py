@@ -295,13 +295,13 @@ class HopperMachine(ChipMachine):
     def of_plan(self, plan: CommonPart) -> Self:
         """Return the machine with the plan's card, on which no rank sends more than the plan's links
         carry; itself if it was measured on that card and on links that are not faster."""
-        fitted = plan.card in (None, self.constants.card)
-        machine = self if fitted else self.others.get(plan.card or "", self)
+        machine = self if plan.card is None else self.on_card(plan.card)
         return machine._on_links(plan.egress_gbs)
 
-    def with_card(self, constants: MachineConstants) -> Self:
-        """Return the machine with the card of such constants."""
-        made, times = super().with_card(constants), constants.p2p_gbs / self.constants.p2p_gbs
+    def with_card(self, name: str) -> Self:
+        """Make the machine with a card that exists."""
+        made = super().with_card(name)
+        times = made.constants.p2p_gbs / self.constants.p2p_gbs
         return made.model_copy(update={"copies": self.copies.on_links(times)})
 
     @cached_property

@@ -25,6 +25,8 @@ void bind_devices(py::module_& module) {
         .def_readonly("major", &DeviceInfo::major)
         .def_readonly("minor", &DeviceInfo::minor)
         .def_readonly("multiprocessors", &DeviceInfo::multiprocessors)
+        .def_readonly("clock_mhz", &DeviceInfo::clock_mhz)
+        .def_readonly("memory_gbs", &DeviceInfo::memory_gbs)
         .def_readonly("pci", &DeviceInfo::pci)
         .def_readonly("mps", &DeviceInfo::mps)
         .def_readonly("out_of_reach", &DeviceInfo::out_of_reach);

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from mkernel.backends.accelerators.streams import schedule as schedules
-from mkernel.backends.accelerators.streams.device import DEVICES, FILE, Device, scaled_mm
+from mkernel.backends.accelerators.streams.device import (
+    DEVICES,
+    FILE,
+    Device,
+    scaled_mm,
+    torch_device,
+)
 from mkernel.backends.accelerators.streams.schedule import StreamsCapabilities
 from mkernel.backends.accelerators.streams.settings import StreamsSettings
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Call
@@ -24,7 +30,8 @@ from mkernel.errors import Unsupported
 from mkernel.plan.model import Activation, DtypeName, LaunchPlan, ScaleMode
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import load_as
-from mkernel.topology.model import Accelerator
+from mkernel.topology.cost import MachineConstants
+from mkernel.topology.model import Accelerator, Topology
 
 if TYPE_CHECKING:
     import torch
@@ -122,6 +129,10 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         found = Device(name)
         copies = device.kind == "cuda" and found.copies_with_a_driver
         return _capabilities(found, copies=copies)
+
+    def cards_of(self, topology: Topology) -> tuple[MachineConstants, ...]:
+        """Return the constants of CUDA devices of which only figures are known."""
+        return torch_device("cuda").cards_of(topology)
 
     @classmethod
     def schedule(cls, request: ScheduleRequest) -> Scheduled:

@@ -162,7 +162,7 @@ class Device:
                 name=module.get_device_name(index),
                 index=index,
                 architecture=self._architecture(index),
-                cores=self._multiprocessors(index),
+                **self._figures(index),
             )
             for index in range(module.device_count())
         )
@@ -176,12 +176,22 @@ class Device:
         major, minor = torch.cuda.get_device_capability(index)
         return f"sm_{major}{minor}"
 
-    def _multiprocessors(self, index: int) -> int | None:
+    def _figures(self, index: int) -> dict[str, Any]:
+        """Return cores, clock and rate of memory of a GPU, as far as this torch knows them."""
         if self.name != "cuda":
-            return None
+            return {}
         import torch
 
-        return int(torch.cuda.get_device_properties(index).multi_processor_count)
+        known = torch.cuda.get_device_properties(index)
+        clock_khz, memory_khz, bits = (
+            getattr(known, name, 0)
+            for name in ("clock_rate", "memory_clock_rate", "memory_bus_width")
+        )
+        return {
+            "cores": known.multi_processor_count,
+            "clock_mhz": clock_khz / 1e3 or None,
+            "memory_gbs": 2e-6 * memory_khz * bits / 8 or None,  # two transfers a clock cycle
+        }
 
     def group_options(self, timeout: timedelta) -> Any:
         """Return torch.distributed's options for the process group of the calls; None: its

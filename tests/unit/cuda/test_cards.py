@@ -8,30 +8,36 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 from devices import gpu, node
 from devices import world as worlds
 from rich.console import Console
 from shipped import constants_of
 
+import mkernel
 from mkernel.backends import registry
 from mkernel.backends.accelerators.cuda import chips
 from mkernel.backends.accelerators.cuda.machine import machine
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, FewRowsSchedule
 from mkernel.backends.accelerators.streams.device import torch_device
+from mkernel.cli.plan import PlanReport, command
 from mkernel.errors import InputFileError
 from mkernel.plan import render
 from mkernel.plan.arguments import NOTHING, Around, Norm
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan, Prediction, ScaleMode, Scales, first_difference
 from mkernel.plan.planner import explain
+from mkernel.settings import load as load_settings
 from mkernel.topology.defaults import defaults
 from mkernel.topology.model import FabricLink
 from mkernel.topology.world_map import constants_of as holds
 from mkernel.topology.world_map import world_map
+from mkernel.world.engine import Engine
+from mkernel.world.identity import Backends, Identity
 
-OTHERS = sorted(machine().others)
+OTHERS = sorted(one.card for one in machine().of_others if one.card)
 GEMM = {"m": 4096, "n": 8192, "k": 4096}
 EXPERTS = {"tokens": 4096, "experts": 64, "top_k": 8}
 SIZES: dict[str, dict[str, Any]] = {
@@ -74,16 +80,15 @@ def planned(
     }[joined]
     links = tuple(FabricLink(kind="nvlink", ends=each, count=18, gbs=450.0) for each in ends)
     claims = claims or claims_of(accelerator)
+    world = worlds(node(devices, fabric=links, fabric_known=True))
+    every = claims.constants_by(file, registry.accelerator(accelerator).cards_of(world))
     if scales is not None:
         around = Around(scales=Scales(mode=scales, use_fast_accum=True))
     found = explain(
         op, SIZES[op], dtype=dtype, path=path, around=around, b_layout="column" if scales else "row",
         accelerator=accelerator, capabilities=claims, nic=None, verbs=None,
         schedule=registry.accelerator(accelerator).schedule,
-        world=world_map(
-            worlds(node(devices, fabric=links, fabric_known=True)), 2, claims.constants_by(file),
-            group=claims.process_group,
-        ),
+        world=world_map(world, 2, every, group=claims.process_group),
     ).plan  # fmt: skip
     assert isinstance(found, LaunchPlan)
     return found
@@ -153,7 +158,7 @@ def test_measured_cards_have_the_machine_that_was_fitted() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_card_reaches_the_same_shares_of_its_nominal_figures(name: str) -> None:
     card, known = chips.cards()[name], chips.cards()["h200"]
-    made, fitted = machine().others[name], machine()
+    made, fitted = machine().on_card(name), machine()
     assert not card.rates
     for ours, theirs, nominal in (
         (
@@ -192,7 +197,7 @@ def test_what_bounds_a_rate_is_said_of_every_rate_and_latencies_stay() -> None:
     known = chips.cards()["h200"]
     assert set(known.ratios(known).values()) == {1.0}
     names = known.ratios(known).keys()
-    fitted, other = machine(), machine().others["h20"]
+    fitted, other = machine(), machine().on_card("h20")
     cuda = torch_device("cuda")
     seen = [at for one in (fitted, cuda) for at, _ in leaves(one.model_dump())]
     found = {f"{section}.{at[-1]}" for at in seen for section in at} | {at[-1] for at in seen}
@@ -255,7 +260,7 @@ def test_a_norm_takes_longer_where_memory_is_slower() -> None:
 
 def test_a_users_file_may_name_the_card(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
-    given = machine().others["a100"].constants.model_copy(
+    given = machine().on_card("a100").constants.model_copy(
         update={"name": "mine", "measured": True}
     )  # fmt: skip
     file.write_text(given.model_dump_json())
@@ -264,6 +269,122 @@ def test_a_users_file_may_name_the_card(tmp_path: Path) -> None:
     file.write_text(given.model_copy(update={"card": "a1000"}).model_dump_json())
     with pytest.raises(InputFileError, match="card 'a1000' is unknown; known: h200, h800"):
         planned("NVIDIA A100-SXM4-80GB", file=file)
+
+
+# ---- products that are not listed ----------------------------------------------------------------
+
+A30 = {"architecture": "sm_80", "cores": 56, "clock_mhz": 1440.0, "memory_gbs": 933.12}
+GEFORCE = {"architecture": "sm_89", "clock_mhz": 2520.0, "memory_gbs": 1008.096}
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "cores", "clock_mhz", "bfloat16", "e4m3", "float32"),
+    [
+        ("A30", "sm_80", 56, 1440, 165, None, 10.3), ("A10", "sm_86", 72, 1695, 125, None, 31.2),
+        ("RTX A6000", "sm_86", 84, 1800, 154.8, None, 38.7),
+        ("GeForce RTX 3090", "sm_86", 82, 1695, 71, None, 35.6),
+        ("L4", "sm_89", 58, 2040, 121, 242, 30.3),
+        ("GeForce RTX 4090", "sm_89", 128, 2520, 165.2, 330.3, 82.6),
+        ("RTX PRO 6000 Blackwell", "sm_120", 188, 2617, 503.8, 1007.6, 126),
+        ("GeForce RTX 5090", "sm_120", 170, 2407, 209.5, 419, 104.8),
+        ("Graphics Device", "sm_100", 148, 1850, 2250, 4500, 75),
+    ],
+)  # fmt: skip
+def test_a_card_by_its_clock_has_the_figures_of_its_data_sheet(
+    name: str, architecture: str, cores: int, clock_mhz: float, bfloat16: float,
+    e4m3: float | None, float32: float,
+) -> None:  # fmt: skip
+    """Products of matrices in TFLOP/s, dense and added up in float32."""
+    device = gpu(
+        0, name=f"NVIDIA {name}", architecture=architecture, cores=cores, clock_mhz=clock_mhz,
+        memory_gbs=600.0,
+    )  # fmt: skip
+    called = chips.by_clock(device, node((device,)))
+    card = chips.card(called or "")
+    assert card is not None
+    found = card.nominal
+    assert found.bfloat16_tflops == pytest.approx(bfloat16, rel=0.01)
+    assert found.float8_tflops == (e4m3 and pytest.approx(e4m3, rel=0.01))
+    assert found.float32_tflops == pytest.approx(float32, rel=0.07)
+    assert (card.cores, found.memory_gbs, card.architecture) == (cores, 600, architecture)
+
+
+@pytest.mark.parametrize("accelerator", ["cuda", "streams"])
+def test_a_product_that_is_not_listed_is_predicted_by_its_clock(accelerator: str) -> None:
+    """An A30 has half of the multiprocessors of an A100, and half of its memory's rate."""
+    plan = planned("NVIDIA A30", accelerator, joined="pcie", **A30)
+    called = "NVIDIA A30 by its clock (sm_80, 56 x 1440 MHz, memory 933.12 GB/s, link 31.5 GB/s)"
+    times = times_of(plan)
+    assert (plan.card, times.constants, times.measured) == (
+        called,
+        f"{called}, never measured",
+        False,
+    )
+    known = times_of(planned("NVIDIA A100-SXM4-80GB", accelerator, joined="pcie"))
+    assert times.compute_us == pytest.approx(known.compute_us * 312 / 165, rel=0.1)
+    assert machine().of_plan(plan).constants.memory_gbs == pytest.approx(4000 * 933.12 / 4800)
+    assert machine().of_plan(plan).constants.few_rows is None, "a Lamport exchange"
+    read = LaunchPlan.model_validate_json(plan.model_dump_json())
+    assert (read, read.digest()) == (plan, plan.digest())
+    for unknown in ("architecture", "cores", "clock_mhz", "memory_gbs"):
+        rest = {name: value for name, value in A30.items() if name != unknown}
+        less = planned("10de:ffff", accelerator, **rest)
+        assert less.prediction is None or times_of(less).constants == "a100, never measured"
+
+
+def test_a_product_that_is_listed_keeps_its_figures_whatever_its_clock() -> None:
+    for name in ("NVIDIA H100 PCIe", "NVIDIA H200", "10de:2321", "NVIDIA H20", "NVIDIA L40S"):
+        device = gpu(0, name=name, cores=99, clock_mhz=99.0, memory_gbs=99.0)
+        assert machine().cards_of(worlds(node((device,)))) == ()
+
+
+@pytest.mark.parametrize(("joined", "link_gbs"), [("link", 450), ("switch", 450), ("pcie", 31.5)])
+def test_the_link_of_a_card_by_its_clock_is_what_the_topology_has(
+    joined: str, link_gbs: float
+) -> None:
+    card = chips.card(planned("NVIDIA A30", joined=joined, **A30).card or "")
+    assert card is not None
+    assert card.nominal.link_gbs == link_gbs
+
+
+@pytest.mark.parametrize("slow_first", [True, False])
+def test_of_unlike_cards_by_their_clocks_the_slowest_counts(slow_first: bool) -> None:
+    """Also where a name begins with another one, or is the same."""
+    every = (
+        gpu(0, name="NVIDIA GeForce RTX 4090 D", cores=114, **GEFORCE),
+        gpu(1, name="NVIDIA GeForce RTX 4090", cores=128, **GEFORCE),
+        gpu(2, name="NVIDIA GeForce RTX 4090", cores=128, **{**GEFORCE, "clock_mhz": 2600.0}),
+        gpu(3, name="NVIDIA H200", architecture="sm_90", cores=132),
+    )
+    cores_of = {}
+    for first in range(4):
+        devices = every[first:] if slow_first else every[first:][::-1]
+        made = machine().cards_of(worlds(node(devices)))
+        found = holds(devices, claims_of("cuda").constants_by(None, made))
+        assert found is not None
+        cores_of[first] = (found.cores, "2520 MHz" in (found.card or ""), found.card)
+    assert [each[:2] for each in cores_of.values()] == [
+        (114, True), (128, True), (128, False), (132, False)
+    ]  # fmt: skip
+
+
+def test_plans_of_worlds_of_calls_and_of_the_command_line_know_the_clock(tmp_path: Path) -> None:
+    devices = tuple(gpu(i, i, name="NVIDIA A30", **A30) for i in range(2))
+    world = worlds(node(devices, fabric_known=True))
+    found = mkernel.plan(
+        "gemm_all_reduce", ranks_per_node=2, topology=world, accelerator="cuda", **GEMM
+    )
+    assert "NVIDIA A30 by its clock" in (found.card or "")
+    engine = Engine(Backends("cuda", None, None), world, Identity(0, 1, 2), load_settings())
+    assert engine.map.constants is not None
+    assert engine.map.constants.card == found.card
+    file = tmp_path / "machine.json"
+    file.write_text(world.model_dump_json())
+    shown = commands.run(
+        command, "gemm_all_reduce", "--topology", str(file), "--nodes", "1", "--accelerator", "cuda",
+        "--json", *(word for name, size in GEMM.items() for word in (f"--{name}", str(size))),
+    )  # fmt: skip
+    assert PlanReport.model_validate_json(shown).plan == found
 
 
 # ---- links ---------------------------------------------------------------------------------------

@@ -334,9 +334,11 @@ def recorded_as_spent(seed: int) -> Report:
 def test_results_record_which_seeds_were_spent(monkeypatch: pytest.MonkeyPatch) -> None:
     constants = constants_of("hopper")
     claims = SimpleNamespace(
-        constants_by=lambda file: (constants,), library_ops=("gemm_all_reduce",)
+        constants_by=lambda file, more: (constants, *more), library_ops=("gemm_all_reduce",)
     )
-    backend = SimpleNamespace(capabilities=lambda: claims, probe=tuple)
+    backend = SimpleNamespace(
+        capabilities=lambda: claims, probe=tuple, cards_of=lambda topology: ()
+    )
     monkeypatch.setattr(bench_run.registry, "accelerator", lambda name: backend)
     assert set(bench_run.conditions("any").spent_seeds) == draws.SPENT.keys()
 

@@ -33,6 +33,8 @@ class FakeDevice:
     major: int = 9
     minor: int = 0
     multiprocessors: int = 100
+    clock_mhz: float = 1980.0
+    memory_gbs: float = 0.0
     pci: str = "0000:3B:00.0"
     mps: bool = False
     out_of_reach: tuple[int, ...] = ()
@@ -91,6 +93,8 @@ def test_status_names_what_is_missing(fake: Any, monkeypatch: pytest.MonkeyPatch
     assert backend.status().usable
     assert "4 x NVIDIA H200 (100 SMs), driver for CUDA 13.0" in backend.status().detail
     assert [device.id for device in backend.probe()] == ["cuda0", "cuda1", "cuda2", "cuda3"]
+    rates = {(device.clock_mhz, device.memory_gbs) for device in backend.probe()}
+    assert rates == {(1980.0, None)}, "the driver does not know the memory's"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "torch" in backend.status().detail
     assert backend.probe() == ()

@@ -43,7 +43,7 @@ class FakeAscend:
     def capabilities_on(self, device: object) -> Any:
         return CAPABILITIES
 
-    schedule = AcceleratorBackend.schedule
+    schedule, cards_of = AcceleratorBackend.schedule, AcceleratorBackend.cards_of
 
 
 class FakeCx7:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +105,33 @@ def test_devices_that_are_not_there() -> None:
     assert Device("npu").collectives == "hccl"
     with pytest.raises(ArgumentError, match="MKERNEL_STREAMS_DEVICE"):
         Device("toaster")
+
+
+@pytest.mark.parametrize(
+    ("known", "clock_mhz", "memory_gbs"),
+    [
+        (
+            {"clock_rate": 1440000, "memory_clock_rate": 1215000, "memory_bus_width": 3072},
+            1440,
+            933.12,
+        ),
+        ({}, None, None),
+    ],
+)
+def test_a_gpu_has_its_clock_and_its_memorys_rate_where_torch_knows_them(
+    known: dict[str, int], clock_mhz: float | None, memory_gbs: float | None, monkeypatch: Any
+) -> None:
+    """As an A30 has them, in kHz and bits; torch 2.6 does not know them."""
+    for name, value in {
+        "is_available": True, "is_initialized": False, "device_count": 1,
+        "get_device_name": "NVIDIA A30", "get_device_capability": (8, 0),
+        "get_device_properties": SimpleNamespace(multi_processor_count=56, **known),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    (one,) = Device("cuda").probe()
+    assert (one.cores, one.clock_mhz) == (56, clock_mhz)
+    assert one.memory_gbs == (memory_gbs and pytest.approx(memory_gbs))
 
 
 def test_puts_are_for_devices_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,20 +76,21 @@ def test_a_pcie_link_in_nccls_file(
 
 def test_parts_of_a_dumped_machine(tmp_path: Path) -> None:
     one = node(
-        (gpu(0, 0, pcie_gbs=1e300, cores=10**6), gpu(1, 0)),
+        (gpu(0, 0, pcie_gbs=1e300, cores=10**6, clock_mhz=1e6, memory_gbs=1e9), gpu(1, 0)),
         (nic(0, 0, pcie_gbs=513.0, speed_gbps=1e6), nic(1, 0)),
         bridges=(Bridge(id="b", pcie_gbs=1e9), Bridge(id="c", pcie_gbs=63.0)),
         fabric=(FabricLink(kind="nvlink", ends=("cuda0", "cuda1"), count=10**6, gbs=1e8),),
     )
     found = of_file(tmp_path, world(one).model_dump_json())
     (seen,) = found.topology.nodes
-    assert (seen.accelerators[0].pcie_gbs, seen.accelerators[0].cores) == (None, None)
+    assert seen.accelerators[0] == gpu(0, 0)
     assert (seen.nics[0].pcie_gbs, seen.nics[0].speed_gbps) == (None, None)
     assert seen.nics[1] == one.nics[1]
     assert [bridge.pcie_gbs for bridge in seen.bridges] == [None, 63.0]
     assert (seen.fabric[0].count, seen.fabric[0].gbs) == (None, None)
     assert {note.message.partition(" is ")[0] for note in found.notes} == {
-        "cuda0: pcie_gbs", "cuda0: cores", "mlx5_0: pcie_gbs", "mlx5_0: speed_gbps", "b: pcie_gbs",
+        "cuda0: pcie_gbs", "cuda0: cores", "cuda0: clock_mhz", "cuda0: memory_gbs",
+        "mlx5_0: pcie_gbs", "mlx5_0: speed_gbps", "b: pcie_gbs",
         "nvlink cuda0-cuda1: count", "nvlink cuda0-cuda1: gbs",
     }  # fmt: skip
 

@@ -28,6 +28,11 @@ def test_gaps_are_filled() -> None:
     (one,) = found.nics
     assert (one.pci, one.numa_node, one.speed_gbps) == ("0000:00:05.0", 1, 100)
     assert found.notes == ()
+    whole = gpu(0, pci=BUS, architecture="sm_80", cores=56, clock_mhz=1440.0, memory_gbs=933.12)
+    sources = (
+        Findings(str(i), accelerators=(one,)) for i, one in enumerate((gpu(0, pci=BUS), whole))
+    )
+    assert merged(*sources).accelerators == (whole,)
 
 
 def test_a_contradiction_keeps_the_earlier_and_names_both() -> None:
