@@ -91,8 +91,8 @@ class Card(Sourced):
 
 
 class Cycle(Model):
-    """What a multiprocessor of an architecture computes in a clock cycle, in flop of dense products
-    that are added up in float32; and what its PCIe carries in one direction."""
+    """The flop of dense products, added up in float32, that a multiprocessor of an architecture
+    computes in a clock cycle; and the rate of such devices' PCIe in one direction."""
 
     bfloat16: int = Field(gt=0)
     float8: int | None = Field(gt=0, description="None: it has no products of e4m3")
