@@ -172,8 +172,9 @@ def has_library_path(
     path, and Unsupported if ``path`` asks for one that does not exist."""
     if path not in _PATHS:
         raise ArgumentError("path", repr(path), f"one of: {', '.join(_PATHS)}")
-    found = op in capabilities.library_ops and nodes == 1
-    if path == "fused" and op in capabilities.only_library_ops:
+    alone = op in capabilities.only_library_ops
+    found = op in capabilities.library_ops and (nodes == 1 or alone)
+    if path == "fused" and alone:
         raise Unsupported(
             f"accelerator {accelerator!r} has no kernel that does all of {op!r}; "
             "set MKERNEL_PATH to auto or library"

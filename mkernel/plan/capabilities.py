@@ -93,7 +93,7 @@ class AcceleratorCapabilities(Model):
     """Ops that also run as a library's product and a collective (``LaunchPlan.path``), in a world of
     one node. The planner takes the faster path, or the one that ``MKERNEL_PATH`` names."""
     only_library_ops: tuple[str, ...] = ()
-    """Those of ``library_ops`` that run in no other way."""
+    """Those of ``library_ops`` that run in no other way, whatever the number of nodes."""
     hierarchical_ops: tuple[str, ...] = ()
     """Ops that also exchange hierarchically between nodes of several ranks
     (:data:`mkernel.plan.pipeline.Exchange`). The planner takes the exchange that is predicted to be

@@ -471,8 +471,8 @@ class Plans:
         return wanted, {"fused": fused_times, "library": library}
 
     def _predicted_alone(self, shape: GemmShape) -> Mapping[PathName, Prediction]:
-        """Return the time of the library path where there is no other."""
-        if self.constants is None or self.dtype == E4M3:
+        """Return the time of the library path where there is no other, on one node."""
+        if self.constants is None or self.dtype == E4M3 or self.world.nodes > 1:
             return {}
         cores = self.claims.compute_cores
         times = paths.predict_library(self.op, shape, self.dtype, self.ranks, cores, self.constants)

@@ -527,3 +527,17 @@ FAMILIES["cuda-experts"] = replace(  # torch's product has no activation
     drawn=lambda chance, world: replace(moe_ranks.drawn(chance, world), activation=None),
     judged=[*BOUNDED, *(each for each in MANY if each.activation is None)],
 )
+# Between nodes a library also takes e4m3 operands, and adds a bias inside the launch.
+FAR_BY_LIBRARY = [
+    *(Shape(op, 768, 256, 512, "float8_e4m3fn", "column", None, "bfloat16", mode, bias=op == REDUCE)
+      for op in OPS for mode in ("row", "tensor", "block")),
+    *(Shape(op, 384, 264, 520, bias=True, gathered=op == GATHER) for op in OPS),
+    Shape(REDUCE, 521, 1032, 512, norm="residual", bias=True),
+    Shape(REDUCE, 5, 1032, 4096, norm="alone"),
+]  # fmt: skip
+FAMILIES |= {
+    f"cuda-{name}": replace(
+        FAMILIES[name], accelerator="cuda", draws=12, judged=FAR_BY_LIBRARY
+    )
+    for nic in NICS for name in (f"{nic}-products", f"{nic}-products-direct")
+}  # fmt: skip

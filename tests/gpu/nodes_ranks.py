@@ -14,6 +14,7 @@ from in_world import TOLD_S, arrivals, stores
 from moe_ranks import Moe
 
 import mkernel
+from mkernel.backends.accelerators.cuda.schedule import PartsSchedule
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule
 from mkernel.errors import WorldError
 from mkernel.plan.model import LaunchPlan
@@ -65,6 +66,8 @@ def planned(shape: Shape, exchange: Exchange | None = None) -> LaunchPlan:
 
 def exchange_of(plan: LaunchPlan) -> Exchange:
     """Of a GEMM op."""
+    if isinstance(plan.schedule, PartsSchedule):
+        return "direct"
     if plan.op == "all_gather_gemm":
         return plan.part(GatherSchedule).exchange
     return plan.part(ReduceSchedule).exchange

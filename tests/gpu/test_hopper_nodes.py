@@ -57,11 +57,17 @@ def take(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launched(
-    fn: Any, *arguments: Any, nic: str, nodes: int = 2, ranks: int = 1, timeout_s: float = TOLD_S
+    fn: Any,
+    *arguments: Any,
+    nic: str,
+    nodes: int = 2,
+    ranks: int = 1,
+    timeout_s: float = TOLD_S,
+    accelerator: str = "hopper",
 ) -> list[Any]:
     """What each rank of these nodes finds."""
     return mkernel.launch(
-        fn, *arguments, nodes=nodes, ranks_per_node=ranks, accelerator="hopper", nic=nic,
+        fn, *arguments, nodes=nodes, ranks_per_node=ranks, accelerator=accelerator, nic=nic,
         verbs="soft", timeout_s=timeout_s,
     )  # fmt: skip
 
@@ -69,12 +75,13 @@ def launched(
 @nics
 @ops
 @both
+@pytest.mark.parametrize("accelerator", ["hopper", "cuda"])
 def test_the_route_is_the_planned_one(
-    op: str, nic: str, route: str, monkeypatch: pytest.MonkeyPatch
+    op: str, nic: str, route: str, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take(route, monkeypatch)
     shape = Shape(op, 512, 512, 512)
-    found = launched(nodes_ranks.staged, shape, nic=nic)
+    found = launched(nodes_ranks.staged, shape, nic=nic, accelerator=accelerator)
     for staged, host, device in found:
         assert staged == (route == "staged")
         assert (host > 0, device > 0) == (staged, not staged)
@@ -82,11 +89,14 @@ def test_the_route_is_the_planned_one(
 
 @nics
 @worlds
+@pytest.mark.parametrize("accelerator", ["hopper", "cuda"])
 def test_every_byte_of_another_node_came_through_the_nic(
-    nodes: int, ranks: int, nic: str, monkeypatch: pytest.MonkeyPatch
+    nodes: int, ranks: int, nic: str, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(nodes_ranks.MASK))
-    found = launched(nodes_ranks.arrived, 256, 1024, nic=nic, nodes=nodes, ranks=ranks)
+    found = launched(
+        nodes_ranks.arrived, 256, 1024, nic=nic, nodes=nodes, ranks=ranks, accelerator=accelerator
+    )
     for rank, (arrived, put, expected) in enumerate(found):
         node = rank // ranks
         assert arrived == [

@@ -22,6 +22,7 @@ from mkernel.backends.accelerators.cuda.capabilities import (
     SUMS,
     experts,
     library_ops,
+    one_node_ops,
     scale_modes,
     torch_is_fit,
 )
@@ -240,7 +241,7 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
             "settles_puts": True,
             "library_ops": library_ops(),
             "only_library_ops": library_ops(),
-            "one_node_ops": tuple(op for op in ops if op not in MOE),
+            "one_node_ops": one_node_ops(),
             "prefetch_ops": PREFETCHES,
             "far_returns": ("ranks",),
             "routing_of_ids": True,

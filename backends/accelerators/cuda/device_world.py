@@ -78,11 +78,20 @@ def between_nodes(plan: LaunchPlan, nbytes: int, area: int) -> Workspace:
     )
 
 
+def workspace_of(plan: LaunchPlan, nbytes: int, outbox: int = 0) -> Workspace:
+    """Return a workspace of ``nbytes`` on one node. Between nodes the memory that NICs write is an
+    area of the same size and layout, followed by ``outbox`` bytes."""
+    if plan.nodes == 1:
+        return Workspace((nbytes,))
+    offset = native().DATA_OFFSET
+    return between_nodes(plan, nbytes if plan.routes.staged else offset, nbytes - offset + outbox)
+
+
 def one_node(plan: LaunchPlan) -> int:
     """Return the world's size. Unsupported if it has several nodes."""
     if plan.nodes != 1:
         raise Unsupported(
-            f"accelerator 'hopper' runs {plan.op} on one node; this plan has {plan.nodes}"
+            f"accelerator {plan.accelerator!r} runs {plan.op} on one node; this plan has {plan.nodes}"
         )
     return plan.world_size
 

@@ -11,7 +11,6 @@ from mkernel.backends.accelerators.cuda.capabilities import (
     MOE,
     OPS,
     fused_scale_modes,
-    one_node_ops,
     ops,
 )
 from mkernel.backends.accelerators.cuda.settings import CudaSettings
@@ -67,7 +66,6 @@ class HopperAccelerator(CudaAccelerator):
             "fused_float32_scale_modes": fused_scale_modes(),
             "scaled_experts": True,
             "hierarchical_ops": OPS,
-            "one_node_ops": one_node_ops(),
             "activations": get_args(Activation),
         }
 

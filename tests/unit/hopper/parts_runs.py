@@ -45,11 +45,13 @@ from mkernel.plan.model import LaunchPlan
 LATE_S = 0.02
 
 
-def fabrics(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], PartsFabric]:
-    """Makes the fabric of a world."""
+def fabrics(
+    monkeypatch: pytest.MonkeyPatch, kind: Callable[..., PartsFabric] = PartsFabric
+) -> Callable[..., Any]:
+    """Makes the fabric of a world, of that kind."""
 
-    def make(world: int) -> PartsFabric:
-        made = PartsFabric(world)
+    def make(*world: Any) -> PartsFabric:
+        made = kind(*world)
         for module in (
             library, device_world, landing, parts_exchange, parts_program, gather_parts, reduce_parts,
             norm, starters,
@@ -83,7 +85,10 @@ def call_of(
     **more: Any,
 ) -> Call:
     """A rank's call of a plan."""
-    others = [peer for peer in range(made.world_size) if peer != rank]
+    each = made.ranks_per_node
+    others = [
+        peer for peer in range(rank // each * each, (rank // each + 1) * each) if peer != rank
+    ]
     return Call(
         plan=made, rank=rank, tensors=tensors, epoch=number, number=number, pad=0,
         workspace=fabric.workspace(rank), areas=(0,),

@@ -453,7 +453,7 @@ def test_what_torch_has_no_product_for_is_refused_by_name() -> None:
         planned("gemm_all_reduce", 64, 72, 64, 2)
     with pytest.raises(ShapeError, match="k = 192"):
         planned("gemm_all_reduce", 64, 64, 192, 2, "block")
-    made = planned("gemm_reduce_scatter", 64, 64, 64, 2, chunks=1)
+    made = planned("gemm_reduce_scatter", 64, 64, 64, 2, chunks=0)
     several = made.model_copy(update={"nodes": 2, "ranks_per_node": 1})
     with pytest.raises(Unsupported, match="one node"):
         executor_of(made).workspace(several)

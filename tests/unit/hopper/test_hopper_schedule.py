@@ -13,6 +13,7 @@ from plan_walk import Launch, WalkedWorld, decorations
 
 from mkernel.backends.accelerators.cuda import machine
 from mkernel.backends.accelerators.cuda import native_kernels as native
+from mkernel.backends.accelerators.cuda.backend import CudaAccelerator
 from mkernel.backends.accelerators.cuda.capabilities import OPS
 from mkernel.backends.accelerators.cuda.collectives import all_reduce, mail, norm
 from mkernel.backends.accelerators.cuda.device_world import DispatchContext
@@ -47,11 +48,13 @@ from mkernel.topology.cost import MailCalls
 SENT = ("send_rows", "gemm_reduce")
 BUILT = (
     "AllGatherSchedule", "ReduceSchedule", "FewRowsSchedule", "Product", "RowsOfSums", "RowNorm",
+    "FarSlots",
 )  # fmt: skip
 STARTED = (
     "FewRowsCalls", "GatheredCopies", "PipelinedGather", "PipelinedReduce", "all_reduce",
     "reduce_scatter", "rendezvous", "push_rows", "all_gather_gemm", "all_gather", "sum_rows",
-    "norm_rows", "push_part", "await_part",
+    "norm_rows", "push_part", "await_part", "load_parts", "send_far", "fill_outbox", "send_outbox",
+    "land_far",
     "sum_parts", *SENT,
 )  # fmt: skip
 LEAST_ADDRESS = 1 << 20
@@ -441,11 +444,13 @@ def test_a_plain_sum_too_large_for_mail_is_refused(started: Started) -> None:
         dispatch.executor_of(usual).workspace(usual.model_copy(update={"schedule": by_mail}))
 
 
-def two_nodes(gpudirect: bool, ranks: int = 1) -> WalkedWorld:
+def two_nodes(
+    gpudirect: bool, ranks: int = 1, accelerator: CudaAccelerator | None = None
+) -> WalkedWorld:
     gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(ranks))
     nics = tuple(devices.nic(i, gpudirect=gpudirect) for i in range(ranks))
     nodes = [devices.node(gpus, nics) for _ in range(2)]
-    return WalkedWorld(HopperAccelerator(), devices.world(*nodes), ranks)
+    return WalkedWorld(accelerator or HopperAccelerator(), devices.world(*nodes), ranks)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -459,6 +464,26 @@ def test_no_field_is_decoration_between_nodes(
     usual = world.plan(op, SIZES, dtype="bfloat16")
     assert usual.routes.staged != gpudirect
     assert bool(world.accelerator.workspace(usual).staging) != gpudirect
+    assert decorations(usual, launches(started, world, usual)) == []
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("mode", [None, "row"])
+@pytest.mark.parametrize("op", OPS)
+def test_no_field_of_a_librarys_products_between_nodes_is_decoration(
+    started: Started, monkeypatch: pytest.MonkeyPatch, op: str, mode: Any
+) -> None:
+    monkeypatch.setattr(parts_exchange, "device_world", mapped)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(CONTEXT, "order", Streams())
+    monkeypatch.setattr(CONTEXT, "one", torch.ones(1, 1))
+    world = two_nodes(False, accelerator=CudaAccelerator())
+    more: dict[str, Any] = {"dtype": "bfloat16"}
+    if mode is not None:
+        around = Around(scales=Scales(mode=mode))
+        more = {"dtype": "float8_e4m3fn", "b_layout": "column", "around": around}
+    usual = world.plan(op, SIZES, **more)
+    assert usual.part(PartsSchedule).chunks == 1
     assert decorations(usual, launches(started, world, usual)) == []
 
 

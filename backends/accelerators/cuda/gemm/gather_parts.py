@@ -2,6 +2,7 @@
 
 Data flow:
   a (own), its scales ──copy engines, a second stream──▶ their place in every peer's workspace
+             ──a put of the NIC, on it too────▶ the same on ranks of other nodes
   own rows ──product──▶ their rows of out ─────────────────────┐
   wait for a peer's flag, its rows ──product──▶ its rows of out┤
   all read: a kernel ends the call ────────────────────────────┘
@@ -11,15 +12,18 @@ products in float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.device_world import DispatchContext, workspace_of
 from mkernel.backends.accelerators.cuda.gemm.library import scales_of_a_rank
 from mkernel.backends.accelerators.cuda.gemm.parts_exchange import (
     Copied,
     Exchanges,
+    Part,
     PartsExchange,
     checked,
     rounded_up,
@@ -31,6 +35,9 @@ from mkernel.backends.accelerators.cuda.schedule import GatherPartsSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace, aligned
 from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
+
+if TYPE_CHECKING:
+    from mkernel.backends.accelerators.cuda import _kernels
 
 
 class GatherPartsExecutor:
@@ -58,15 +65,17 @@ class GatherPartsExecutor:
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """Return the symmetric memory that a plan needs. Unsupported."""
+        """Return the symmetric memory that a plan needs. ArgumentError."""
         checked(plan, GatherPartsSchedule)
         rows = rounded_up(plan.gemm.m * plan.gemm.k * DTYPE_BYTES[plan.dtype])
         height, width = scales_of_a_rank(plan)
         scales = plan.world_size * height * width * DTYPE_BYTES["float32"]
-        return Workspace((native().DATA_OFFSET + rows + rounded_up(scales),))
+        return workspace_of(plan, native().DATA_OFFSET + rows + rounded_up(scales))
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one call; ``stream`` is torch's current one."""
+        if self._exchange.loads(call):
+            self.start(replace(call, view="compute_only"), stream)
         a, scale, out = aligned(call.tensors["a"]), call.tensors.get("a_scale"), call.tensors["out"]
         into, bias = out, call.tensors["bias"] if self._plan.bias == "launch" else None
         if self._product != out.dtype:
@@ -74,9 +83,8 @@ class GatherPartsExecutor:
         multiply = multiply_of(call, self._how, self._context, bias)
         if call.view == "compute_only":
             self._multiply_own(multiply, a, scale, into)
-            for source in self._exchange.peers:
-                for first, last, _ in self._exchange.parts[source]:
-                    self._multiply_theirs(multiply, source, first, last, into)
+            for source, (first, last, _) in self._theirs():
+                self._multiply_theirs(multiply, source, first, last, into)
             self._deliver(call, into)
             return
         with self._exchange.of_call(call, stream) as running:
@@ -89,9 +97,9 @@ class GatherPartsExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """Return a starter of calls of 16-bit operands whose products fill ``out``."""
+        """Return a starter of calls on one node, of 16-bit operands whose products fill ``out``."""
         plan, shape, dtype = self._plan, self._plan.gemm, self._product
-        if plan.scales is not None or self._how.product != plan.out_dtype:
+        if plan.nodes > 1 or plan.scales is not None or self._how.product != plan.out_dtype:
             return None
         told = RecordedCall(plan, self._context, self._exchange.world, strides)
         a = told.tensor("a", (shape.m // plan.world_size, shape.k), dtype)
@@ -117,8 +125,7 @@ class GatherPartsExecutor:
         self._send(running, a, scale)
         theirs = [
             (source, first, last, self._exchange.flag(source, number))
-            for source in self._exchange.peers
-            for first, last, number in self._exchange.parts[source]
+            for source, (first, last, number) in self._theirs()
         ]
         if waits_first:
             for source, _, _, flag in theirs:
@@ -129,13 +136,27 @@ class GatherPartsExecutor:
                 running.wait(source, flag)
             self._multiply_theirs(multiply, source, first, last, out)
 
+    def _theirs(self) -> Iterator[tuple[int, Part]]:
+        """Yield the parts of other ranks with their source, this node's first."""
+        exchange = self._exchange
+        for source in (*exchange.near, *exchange.far):
+            for part in exchange.parts[source]:
+                yield source, part
+
     def _send(self, running: Exchanges, a: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Send own rows to every peer, the rank before this one first; their scales go ahead of
         them."""
         exchange, parts = self._exchange, self._exchange.parts[self._rank]
         start = parts[0].first
         running.fork()
-        for peer in reversed(exchange.peers):
+        landing: list[_kernels.FarSlots] = []
+        if (far := running.far) is not None:
+            if scale is not None:  # first: whoever waits for rows then finds their scales
+                landing.append(exchange.slots(self._scales_at, scale.nbytes, 1))
+                far.send_far(scale.data_ptr(), landing[0])
+            landing.append(exchange.slots(0, a.nbytes))
+            far.send_far(a.data_ptr(), landing[-1])
+        for peer in reversed(exchange.near):
             if scale is not None:
                 own = self._rank * scale.nbytes
                 running.send(peer, scale, exchange.address(peer, self._scales_at + own))
@@ -143,6 +164,8 @@ class GatherPartsExecutor:
                 to = exchange.address(peer, first * self._row_bytes)
                 flag = exchange.flag(self._rank, number)
                 running.send(peer, a[first - start : last - start], to, flag)
+        if far is not None:
+            far.land(landing)
 
     def _multiply_own(
         self, multiply: Multiply, a: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor

@@ -27,9 +27,13 @@ _MACHINE = machine()
 def schedule(request: ScheduleRequest, found: Scheduled) -> Scheduled:
     """Schedule a plan of 16-bit operands. ``found``: the schedule of one product and one
     collective, with its times. If a caller requests this path and a chunk, parts have that chunk's
-    rows."""
+    rows. Between nodes each rank's rows are one part, which is predicted by closed forms alone."""
     plan, whole, constants = request.plan, found.prediction, request.constants
     cores = found.pipeline.compute_blocks
+    if plan.nodes > 1:
+        return found._replace(
+            schedule=parts_tuning.schedule(plan, 1, product_dtype(plan), None, cores)
+        )
     if plan.world_size > 1 and request.path == "library" and request.chunk is not None:
         options: tuple[int, ...] = (parts_tuning.wished(plan, request.chunk),)
     elif whole is None:

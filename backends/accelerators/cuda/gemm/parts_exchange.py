@@ -4,6 +4,9 @@ library's products.
 A part is rows of a matrix, which travel beside products on the call's stream; a flag after it
 announces its arrival. A kernel ends the call (``device/call.cuh``), so slots are free for the next
 call.
+Between nodes all rows of a rank are one part. Those for other nodes leave by puts of a NIC, once for
+each rank there, and one small kernel sets their flags (``kernels/moe/far_slots.hpp``); it is queued
+behind all copies of its exchange, which it would hold up.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from mkernel.backends.accelerators.cuda.device_world import (
     DispatchContext,
     call_id,
     device_world,
-    one_node,
 )
 from mkernel.backends.accelerators.cuda.gemm.cublas import open_cublas
 from mkernel.backends.accelerators.cuda.gemm.library import check_product, element_of
@@ -70,6 +72,7 @@ class PartsExchange:
     Attributes:
         peers: the other ranks, those after this one first. Parts are read in the order in which
             they are sent, because each rank sends first to the rank before it.
+        near, far: those of this node, and those of others, in the same order.
         parts: of the rows of each rank.
         world: the world as kernels see it.
     """
@@ -87,7 +90,23 @@ class PartsExchange:
         }
         self._own = call.workspace
         self.peers = tuple((rank + step) % world for step in range(1, world))
+        each = call.plan.ranks_per_node
+        self.near = tuple(peer for peer in self.peers if peer // each == rank // each)
+        self.far = tuple(peer for peer in self.peers if peer // each != rank // each)
         self.parts = parts_of(call.plan)
+        if self.far:
+            native().load_parts(context.device)
+        self._loads = bool(self.far)
+
+    def loads(self, call: Call) -> bool:
+        """Return whether products must be launched once before the call, without waits: a library's
+        kernels are loaded by their first launch (:mod:`..attention.in_parts`)."""
+        if not self._loads or call.view == "compute_only":
+            return False
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        self._loads = False
+        return True
 
     def address(self, rank: int, offset: int) -> int:
         """Return the address, in this process, of byte ``offset`` of a rank's data area."""
@@ -108,6 +127,14 @@ class PartsExchange:
         """Return the flag of a sender's part. ``turn``: the number of the exchange in its call, 0
         or 1."""
         return (turn * (len(self.peers) + 1) + sender) * self._chunks + number
+
+    def slots(self, offset: int, nbytes: int, turn: int = 0) -> _kernels.FarSlots:
+        """Return the slots at ``offset`` of the data area, ``nbytes`` of each rank, which ranks of
+        other nodes fill. ``turn``: as of :meth:`flag`."""
+        made: _kernels.FarSlots = native().FarSlots(
+            offset=offset, bytes=nbytes, flag=self.flag(0, 0, turn)
+        )
+        return made
 
     @contextmanager
     def of_call(self, call: Call, stream: int) -> Iterator[Running]:
@@ -130,7 +157,13 @@ class Copied(NamedTuple):
 
 
 class Exchanges(Protocol):
-    """The sends and waits of a call, in its order."""
+    """The sends and waits of a call, in its order.
+
+    Attributes:
+        far: those between nodes; None: there is one node.
+    """
+
+    far: Running | None
 
     def fork(self) -> None:
         """Order later sends after all work that the call's stream has by now."""
@@ -180,6 +213,7 @@ class Running(Exchanges):
         self._context, self.world, self.stream = context, world, stream
         self._plan, self._beside, self._forked = plan, beside, False
         self._copies = stream
+        self.far = self if plan.nodes > 1 else None
 
     def fork(self) -> None:
         if self._beside:
@@ -198,6 +232,23 @@ class Running(Exchanges):
             made.NO_FLAG if flag is None else flag,
             self._copies,
         )
+
+    def fill(self, rows: torch.Tensor, outbox: int) -> None:
+        """Copy packed rows to an offset of the area from which a NIC takes them."""
+        device, at = self._context.device, rows.data_ptr()
+        native().fill_outbox(device, self.world, at, rows.nbytes, outbox, self._copies)
+
+    def send_outbox(self, outbox: int, slots: _kernels.FarSlots) -> None:
+        """Send every rank of another node its slot of the outbox at that offset."""
+        native().send_outbox(self._context.device, self.world, outbox, slots, self._copies)
+
+    def send_far(self, rows: int, slots: _kernels.FarSlots) -> None:
+        """Send the bytes of a slot, at that address, to every rank of another node."""
+        native().send_far(self._context.device, self.world, rows, slots, self._copies)
+
+    def land(self, slots: Sequence[_kernels.FarSlots]) -> None:
+        """Set the flags of what ranks of other nodes send, after all sends of the exchange."""
+        native().land_far(self._context.device, self.world, slots, self._copies)
 
     def wait(self, source: int, flag: int) -> None:
         native().await_part(self._context.device, self.world, source, flag, self.stream)
@@ -243,14 +294,17 @@ _Schedule = TypeVar("_Schedule", bound=PartsSchedule)
 
 
 def checked(plan: LaunchPlan, kind: type[_Schedule]) -> _Schedule:
-    """Return the schedule. Unsupported; ArgumentError for one that calls would not follow."""
-    world, how = one_node(plan), plan.part(kind)
+    """Return the schedule. ArgumentError for one that calls would not follow."""
+    world, how = plan.world_size, plan.part(kind)
     check_product(plan, how)
     if world == 1:
         raise ArgumentError("plan.schedule.kind", repr(how.kind), "'hopper.library', on one rank")
     most = -(-plan.gemm.m // world)
     if how.chunks > most:
         raise ArgumentError("plan.schedule.chunks", how.chunks, f"at most {most}, a rank's rows")
+    if plan.nodes > 1 and how.chunks > 1:
+        legal = "1: all rows of a rank are one part between nodes"
+        raise ArgumentError("plan.schedule.chunks", how.chunks, legal)
     most = native().MAX_FLAGS // (EXCHANGES * world)
     if how.chunks > most:
         raise ArgumentError(

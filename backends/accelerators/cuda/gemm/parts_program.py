@@ -42,6 +42,7 @@ class RecordedCall(Exchanges):
         partial results, if products are not results of the call; ``blocks``: blocks of the kernel
         that adds them."""
         self._context = context
+        self.far = None
         product = cublas.product_of(plan, context, strides, starters_product(plan))
         self._program: _kernels.PartsProgram = native().PartsProgram(
             world, product, partial, element_of(plan), blocks, plan.gemm.n

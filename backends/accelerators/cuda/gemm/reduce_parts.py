@@ -2,11 +2,13 @@
 
 Data flow:
   rows of the next ranks ──product──▶ partial results ──copy engines, a second stream──▶ a slot of their
-                                      owner's workspace, a flag behind
+                                      owner's workspace, a flag behind; those for other nodes first,
+                                      by a put of the NIC to each owner
   own rows ──product──▶ partial results ─┐
   wait for the peers' flags, their slots ┴─one kernel, float32──▶ own rows of out; it ends the call
   AllReduce: own rows of out ──copy engines──▶ out of every peer where that is symmetric, else a slot
-             there and then its out; a kernel ends the call, and one behind it normalises rows
+             there and then its out; a kernel ends the call, and one behind it normalises rows.
+             Between nodes always to a slot, by a put of the NIC to ranks of other nodes
 Sums are made in the order of the collectives (``kernels/collectives/collectives.hpp``), then a bias
 is added, and they are rounded once. A rank that has sent this rank's rows is in this call, so its
 symmetric ``out`` may be written.
@@ -15,11 +17,12 @@ symmetric ``out`` may be written.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from mkernel.backends.accelerators.cuda.collectives.norm import normalise
-from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.device_world import DispatchContext, workspace_of
 from mkernel.backends.accelerators.cuda.gemm.library import allocation
 from mkernel.backends.accelerators.cuda.gemm.parts_exchange import (
     Copied,
@@ -31,6 +34,7 @@ from mkernel.backends.accelerators.cuda.gemm.parts_exchange import (
     share,
 )
 from mkernel.backends.accelerators.cuda.gemm.parts_program import RecordedCall
+from mkernel.backends.accelerators.cuda.gemm.parts_tuning import rows_of
 from mkernel.backends.accelerators.cuda.gemm.products import Multiply, multiply_of
 from mkernel.backends.accelerators.cuda.native_kernels import native
 from mkernel.backends.accelerators.cuda.operands import deliver, writable
@@ -61,7 +65,8 @@ class ReducePartsExecutor:
         self._sum_row = plan.gemm.n * DTYPE_BYTES[self._how.product]
         self._out_row = plan.gemm.n * DTYPE_BYTES[plan.out_dtype]
         self._first, self._last = share(plan.gemm.m, plan.world_size, call.rank)
-        self._results_at = (plan.world_size - 1) * self._slot
+        self._results_at = _results_offset(plan)
+        self._outbox_at = _area_bytes(plan)
         self._landed = None
         if self._everywhere:
             shape, dtype = (plan.gemm.m, plan.gemm.n), getattr(torch, plan.out_dtype)
@@ -69,15 +74,15 @@ class ReducePartsExecutor:
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
-        """Return the symmetric memory that a plan needs. Unsupported."""
+        """Return the symmetric memory that a plan needs. ArgumentError."""
         checked(plan, ReducePartsSchedule)
-        needed = (plan.world_size - 1) * _slot_bytes(plan)
-        if plan.op == "gemm_all_reduce":
-            needed += rounded_up(plan.gemm.m * plan.gemm.n * DTYPE_BYTES[plan.out_dtype])
-        return Workspace((native().DATA_OFFSET + needed,))
+        needed, outbox = _area_bytes(plan), plan.world_size * _slot_bytes(plan)
+        return workspace_of(plan, native().DATA_OFFSET + needed, outbox)
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one call; ``stream`` is torch's current one."""
+        if self._exchange.loads(call):
+            self.start(replace(call, view="compute_only"), stream)
         a, scale = call.tensors["a"], call.tensors.get("a_scale")
         partial = a.new_empty((self._plan.gemm.m, self._plan.gemm.n), dtype=self._product)
         multiply = multiply_of(call, self._how, self._context)
@@ -89,7 +94,11 @@ class ReducePartsExecutor:
             return
         out = writable(call.tensors["out"])
         outs: tuple[int, ...] = ()
-        if self._everywhere and out is call.tensors["out"]:
+        if self._everywhere and self._exchange.far:
+            whole = rows_of(self._plan) * self._plan.world_size
+            if whole > len(out):  # a slot of sums is sent whole, also by a rank that has fewer rows
+                out = out.new_empty((whole, self._plan.gemm.n))[: len(out)]
+        elif self._everywhere and out is call.tensors["out"]:
             outs = call.symmetric.get("out", ())
         bias = aligned(call.tensors["bias"]) if self._plan.bias == "launch" else None
         with self._exchange.of_call(call, stream) as running:
@@ -100,9 +109,9 @@ class ReducePartsExecutor:
     def starter(
         self, symmetric: Mapping[str, tuple[int, ...]], strides: Mapping[str, Sequence[int]]
     ) -> object | None:
-        """Return a starter of calls of 16-bit operands."""
+        """Return a starter of calls of 16-bit operands on one node."""
         plan, shape = self._plan, self._plan.gemm
-        if plan.scales is not None:
+        if plan.nodes > 1 or plan.scales is not None:
             return None
         sums, blocks = (shape.m, shape.n), self._how.sum_blocks
         partial = allocation(sums, self._product, self._context.device)
@@ -135,7 +144,14 @@ class ReducePartsExecutor:
 
     def _send_partials(self, running: Exchanges, rows: _Rows) -> None:
         exchange = self._exchange
-        for owner in exchange.peers:
+        if (far := running.far) is not None:
+            for owner in exchange.far:
+                for part in exchange.parts[owner]:
+                    mine = rows.multiply(part)
+                    far.fork()
+                    far.fill(mine, self._outbox_at + owner * self._slot)
+            far.send_outbox(self._outbox_at, exchange.slots(0, self._slot))
+        for owner in exchange.near:
             slot, parts = self._slot_at(owner, self._rank), exchange.parts[owner]
             for part in parts:
                 mine = rows.multiply(part)
@@ -143,6 +159,8 @@ class ReducePartsExecutor:
                 at = slot + (part.first - parts[0].first) * self._sum_row
                 flag = exchange.flag(self._rank, part.number)
                 running.send(owner, mine, exchange.address(owner, at), flag)
+        if far is not None:
+            far.land([exchange.slots(0, self._slot)])
 
     def _sum_own(
         self,
@@ -165,6 +183,12 @@ class ReducePartsExecutor:
             if self._everywhere:
                 running.fork()
                 self._send_results(running, mine, part, outs)
+        if self._everywhere and (far := running.far) is not None:
+            nbytes = rows_of(self._plan) * self._out_row
+            slots = exchange.slots(self._results_at, nbytes, _RESULTS)
+            far.fork()
+            far.send_far(out.data_ptr() + self._rank * nbytes, slots)
+            far.land([slots])
 
     def _sum(
         self,
@@ -188,14 +212,16 @@ class ReducePartsExecutor:
 
     def _slot_at(self, owner: int, sender: int) -> int:
         """Return the byte offset of a sender's partial results at their owner; those of the next
-        rank come first."""
+        rank come first, on one node."""
+        if self._exchange.far:
+            return sender * self._slot
         return (sender - owner - 1) % self._plan.world_size * self._slot
 
     def _send_results(
         self, running: Exchanges, mine: torch.Tensor, part: Part, outs: tuple[int, ...]
     ) -> None:
         exchange, below = self._exchange, part.first * self._out_row
-        for peer in exchange.peers:
+        for peer in exchange.near:
             to = exchange.address(peer, self._results_at)
             if outs:
                 to = outs[peer]
@@ -207,7 +233,7 @@ class ReducePartsExecutor:
         exchange, landed = self._exchange, self._landed
         assert landed is not None
         last: list[Copied] = []
-        for source in reversed(exchange.peers):
+        for source in (*reversed(exchange.near), *reversed(exchange.far)):
             for part in exchange.parts[source]:
                 for each in last:  # while the next ones travel
                     running.copy(each)
@@ -242,5 +268,19 @@ class _Rows:
 
 def _slot_bytes(plan: LaunchPlan) -> int:
     """Return the bytes of the partial results of one sender."""
-    rows = -(-plan.gemm.m // plan.world_size)
-    return rounded_up(rows * plan.gemm.n * DTYPE_BYTES[plan.part(ReducePartsSchedule).product])
+    dtype = plan.part(ReducePartsSchedule).product
+    return rounded_up(rows_of(plan) * plan.gemm.n * DTYPE_BYTES[dtype])
+
+
+def _results_offset(plan: LaunchPlan) -> int:
+    """Return the bytes of the slots of partial results, one for each peer; between nodes, one for each
+    rank."""
+    return (plan.world_size - (plan.nodes == 1)) * _slot_bytes(plan)
+
+
+def _area_bytes(plan: LaunchPlan) -> int:
+    """Return the bytes of the slots of partial results and, in an all-reduce, of sums."""
+    if plan.op != "gemm_all_reduce":
+        return _results_offset(plan)
+    sums = rows_of(plan) * plan.world_size * plan.gemm.n * DTYPE_BYTES[plan.out_dtype]
+    return _results_offset(plan) + rounded_up(sums)

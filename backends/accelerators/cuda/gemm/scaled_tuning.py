@@ -31,7 +31,9 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     plan, found = request.plan, by_rows(request, chunks=1)
     cores = found.pipeline.compute_blocks
     options = parts_tuning.ways(plan)
-    if plan.world_size > 1 and request.chunk is not None:
+    if plan.nodes > 1:
+        options = (1,)
+    elif plan.world_size > 1 and request.chunk is not None:
         options = (parts_tuning.wished(plan, request.chunk),)
     chunks, considered = choose(
         "parts",
@@ -43,7 +45,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         schedule=_made(plan, chunks, cores, request.constants),
         alternatives=found.alternatives + considered,
     )
-    if request.constants is None:
+    if request.constants is None or plan.nodes > 1:
         return found
     start = _MACHINE.of_plan(plan).scaled.product.start_us
     return found._replace(

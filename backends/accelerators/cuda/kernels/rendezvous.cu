@@ -57,6 +57,10 @@ Shares shared(const LastCopies& copies) {
 
 }  // namespace
 
+void load_rendezvous() {
+    cuda::load_kernel(rendezvous_kernel);
+}
+
 void LastCopies::add(std::uint64_t to, std::uint64_t from, std::uint64_t nbytes) {
     if (nbytes == 0 || to == from) return;
     if (count == kMost) {

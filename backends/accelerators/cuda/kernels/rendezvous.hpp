@@ -29,6 +29,9 @@ class LastCopies {
     int count = 0;
 };
 
+// Loads the kernel here to the current device (host/gemm/parts.hpp: load_parts).
+void load_rendezvous();
+
 // Uses up an epoch, unless the world is of one rank. Queued on the current device's `stream`; may be captured.
 // CudaError.
 void rendezvous(const Workspace& workspace, const transport::WaitLimits& limits,

@@ -34,8 +34,9 @@ from mkernel.backends.accelerators.cuda.device_world import (
     DispatchContext,
     call_id,
     device_world,
+    workspace_of,
 )
-from mkernel.backends.accelerators.cuda.moe.nodes import FarRanks, workspace_of
+from mkernel.backends.accelerators.cuda.moe.nodes import FarRanks
 from mkernel.backends.accelerators.cuda.moe.tuning import check_size, row_bytes
 from mkernel.backends.accelerators.cuda.native_kernels import native
 from mkernel.backends.accelerators.cuda.operands import deliver, writable

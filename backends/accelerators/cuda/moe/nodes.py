@@ -10,24 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mkernel.backends.accelerators.cuda.device_world import between_nodes
 from mkernel.backends.accelerators.cuda.native_kernels import native
-from mkernel.backends.contracts.memory import Workspace
-from mkernel.plan.model import LaunchPlan
 
 if TYPE_CHECKING:
     import torch
 
     from mkernel.backends.accelerators.cuda import _kernels
-
-
-def workspace_of(plan: LaunchPlan, nbytes: int, outbox: int = 0) -> Workspace:
-    """Return a workspace of ``nbytes`` on one node. Between nodes the memory that NICs write is an
-    area of the same size and layout, followed by ``outbox`` bytes."""
-    if plan.nodes == 1:
-        return Workspace((nbytes,))
-    offset = native().DATA_OFFSET
-    return between_nodes(plan, nbytes if plan.routes.staged else offset, nbytes - offset + outbox)
 
 
 class FarRanks:

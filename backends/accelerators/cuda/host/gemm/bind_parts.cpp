@@ -38,6 +38,7 @@ collectives::Parts parts_of(const std::vector<std::uint64_t>& addresses, std::ui
 void bind_parts(py::module_& module) {
     module.attr("NO_FLAG") = kNoFlag;
     const auto released = py::call_guard<py::gil_scoped_release>();
+    module.def("load_parts", on_device(&load_parts), "device"_a, released);
     module.def("push_part", on_device(&push_part), "device"_a, "world"_a, "peer"_a, "src"_a,
                "nbytes"_a, "to"_a, "flag"_a, "stream"_a, released);
     module.def(

@@ -7,6 +7,10 @@
 
 #include "backends/accelerators/cuda/device.hpp"
 #include "backends/accelerators/cuda/error.hpp"
+#include "backends/accelerators/cuda/kernels/attention/parts.hpp"
+#include "backends/accelerators/cuda/kernels/gemm/sum_parts.hpp"
+#include "backends/accelerators/cuda/kernels/moe/far_slots.hpp"
+#include "backends/accelerators/cuda/kernels/rendezvous.hpp"
 
 namespace mkernel::cuda {
 
@@ -32,6 +36,13 @@ void push_part(const DeviceWorld& world, int peer, std::uint64_t src, std::uint6
     copy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(src), nbytes);
     if (flag == kNoFlag) return;
     copy(workspace.flags(peer) + flag, workspace.control().epochs, sizeof(transport::SetWord));
+}
+
+void load_parts() {
+    load_far_slots();
+    attention::load();
+    collectives::load_sum_parts();
+    load_rendezvous();
 }
 
 }  // namespace mkernel::cuda

@@ -16,4 +16,8 @@ inline constexpr std::int64_t kNoFlag = -1;
 void push_part(const DeviceWorld& world, int peer, std::uint64_t src, std::uint64_t nbytes,
                std::uint64_t to, std::int64_t flag, std::uint64_t stream);
 
+// Loads all kernels of such exchanges to the current device, before the first call between nodes
+// (host/moe/ops.hpp: load). CudaError.
+void load_parts();
+
 }  // namespace mkernel::cuda

@@ -24,6 +24,10 @@ void bind_moe(py::module_& module) {
     using Address = std::uint64_t;
 
     py::class_<FarSlots>(module, "FarSlots")
+        .def(py::init([](Address offset, Address bytes, std::uint32_t flag) {
+                 return FarSlots{offset, bytes, flag};
+             }),
+             py::kw_only(), "offset"_a, "bytes"_a, "flag"_a)
         .def_readonly("offset", &FarSlots::offset)
         .def_readonly("bytes", &FarSlots::bytes)
         .def_readonly("flag", &FarSlots::flag);
@@ -106,6 +110,8 @@ void bind_moe(py::module_& module) {
                "device"_a, "rows"_a, "stream"_a, released);
     module.def("moe_home", on_device(&moe::bring_home), "device"_a, "world"_a, "home"_a, "step"_a,
                "stream"_a, released);
+    module.def("fill_outbox", on_device(&fill_outbox), "device"_a, "world"_a, "from_"_a, "nbytes"_a,
+               "outbox"_a, "stream"_a, released);
     module.def("send_far", on_device(&send_far), "device"_a, "world"_a, "from_"_a, "slots"_a,
                "stream"_a, released);
     module.def("send_outbox", on_device(&send_outbox), "device"_a, "world"_a, "outbox"_a, "slots"_a,

@@ -11,16 +11,20 @@
 
 namespace mkernel::cuda {
 
+void fill_outbox(const DeviceWorld& world, std::uint64_t from, std::uint64_t nbytes,
+                 std::uint64_t outbox, std::uint64_t stream) {
+    cuda::check(cudaMemcpyAsync(workspace_of(world).network.area + outbox,
+                                reinterpret_cast<const void*>(from), nbytes, cudaMemcpyDefault,
+                                cuda::stream_at(stream)),
+                [&] { return "copying " + std::to_string(nbytes) + " bytes for other nodes"; });
+}
+
 void send_far(const DeviceWorld& world, std::uint64_t from, const FarSlots& slots,
               std::uint64_t stream) {
     const Workspace workspace = workspace_of(world);
-    const cudaStream_t on = cuda::stream_at(stream);
     const std::uint64_t own = slots.offset + workspace.rank * slots.bytes;
-    cuda::check(
-        cudaMemcpyAsync(workspace.network.area + own, reinterpret_cast<const void*>(from),
-                        slots.bytes, cudaMemcpyDefault, on),
-        [&] { return "copying " + std::to_string(slots.bytes) + " bytes for other nodes"; });
-    put_far(workspace, limits_of(world), own, 0, slots, on);
+    fill_outbox(world, from, slots.bytes, own, stream);
+    put_far(workspace, limits_of(world), own, 0, slots, cuda::stream_at(stream));
 }
 
 void send_outbox(const DeviceWorld& world, std::uint64_t outbox, const FarSlots& slots,

@@ -9,6 +9,11 @@
 
 namespace mkernel::cuda {
 
+// Copies `nbytes` at `from` to `outbox`, an offset of the own area from which they can be put. `stream` must
+// come after the end of the previous call. CudaError.
+void fill_outbox(const DeviceWorld& world, std::uint64_t from, std::uint64_t nbytes,
+                 std::uint64_t outbox, std::uint64_t stream);
+
 // Copies `slots.bytes` at `from` into the own slot, and puts that to every rank of another node. `stream` must
 // come after the end of the previous call. CudaError.
 void send_far(const DeviceWorld& world, std::uint64_t from, const FarSlots& slots,

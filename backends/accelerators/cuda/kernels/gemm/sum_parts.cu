@@ -83,7 +83,20 @@ void check(const Parts& parts, const Bias& bias, std::uint32_t blocks) {
     }
 }
 
+template <class In, class Out>
+void load_kernels() {
+    cuda::load_kernel(sum_parts_kernel<In, Out, false>);
+    cuda::load_kernel(sum_parts_kernel<In, Out, true>);
+}
+
 }  // namespace
+
+void load_sum_parts() {
+    load_kernels<__nv_bfloat16, __nv_bfloat16>();
+    load_kernels<__half, __half>();
+    load_kernels<float, __nv_bfloat16>();
+    load_kernels<float, __half>();
+}
 
 void sum_parts(const Workspace& workspace, const transport::WaitLimits& limits, Element element,
                const Parts& parts, const Bias& bias, std::uint32_t blocks, bool ends,

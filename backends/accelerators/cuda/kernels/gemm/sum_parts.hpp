@@ -19,6 +19,9 @@ struct Parts {
     void* out;
 };
 
+// Loads the kernels here to the current device (host/gemm/parts.hpp: load_parts).
+void load_sum_parts();
+
 // Sums on at most `blocks` blocks. `ends`: it also ends the call (device/call.cuh). With a bias, `elements`
 // are whole rows. Queued on the current device's `stream`; may be captured. std::invalid_argument; CudaError.
 void sum_parts(const Workspace& workspace, const transport::WaitLimits& limits, Element element,

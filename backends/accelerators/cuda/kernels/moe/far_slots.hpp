@@ -32,7 +32,7 @@ struct Landing {
     std::int32_t count;
 };
 
-// Loads the kernels here to the current device, (host/moe/ops.hpp: load).
+// Loads the kernels here to the current device (host/moe/ops.hpp: load; host/gemm/parts.hpp: load_parts).
 void load_far_slots();
 
 // All functions here queue on the current device's `stream`; may be captured. CudaError;
