@@ -541,3 +541,16 @@ FAMILIES |= {
     )
     for nic in NICS for name in (f"{nic}-products", f"{nic}-products-direct")
 }  # fmt: skip
+FAMILIES |= {
+    f"cuda-{nic}-attention": replace(FAMILIES[f"{nic}-attention"], accelerator="cuda")
+    for nic in NICS
+}
+FAMILIES |= {
+    f"cuda-{nic}-experts": replace(
+        FAMILIES[f"{nic}-experts"],
+        accelerator="cuda",
+        shapes=[each for each in FAMILIES[f"{nic}-experts"].shapes if each.activation is None],
+        judged=[each for each in EXPERTS_OF_NODES if each.activation is None],
+    )
+    for nic in NICS
+}
