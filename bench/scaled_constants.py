@@ -30,7 +30,7 @@ from machine_file import write_section
 from path_constants import STEPS, plan_of, searched
 
 from mkernel.backends.accelerators.cuda.gemm import parts_tuning, scaled_tuning
-from mkernel.backends.accelerators.cuda.machine import HopperMachine, Scaled, machine
+from mkernel.backends.accelerators.cuda.machine import CudaMachine, Scaled, machine
 from mkernel.backends.accelerators.cuda.schedule import TilingName
 from mkernel.backends.accelerators.hopper.gemm import scaled_tuning as fused_tuning
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule
@@ -108,7 +108,7 @@ def samples(files: Iterable[Path]) -> Iterator[Sample]:
 
 def use(section: Scaled) -> None:
     """Predictions are by these constants from now on."""
-    known: HopperMachine = machine().model_copy(update={"scaled": section})
+    known: CudaMachine = machine().model_copy(update={"scaled": section})
     scaled_tuning._MACHINE = fused_tuning._MACHINE = known
 
 

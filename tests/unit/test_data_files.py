@@ -81,4 +81,4 @@ def test_a_number_twice_and_a_wrong_file_are_refused(
     file = tmp_path / "machine.json"
     file.write_text(json.dumps(changed))
     with pytest.raises(InputFileError, match=message):
-        hopper.HopperMachine.from_file(file, "constants")
+        hopper.CudaMachine.from_file(file, "constants")

@@ -1,4 +1,4 @@
-"""Constants of the machines with Hopper GPUs, all of them in ``machine.json`` beside this file.
+"""Constants of machines with CUDA devices, fitted on Hopper GPUs, all of them in ``machine.json`` beside this file.
 
 They are rates, and the limits by which ways are chosen; they change times, never results.
 """
@@ -232,7 +232,7 @@ class Norms(Sourced):
     inside: NormTime = Field(description="by the kernel that sums them")
 
 
-class HopperMachine(ChipMachine):
+class CudaMachine(ChipMachine):
     """The contents of the whole file."""
 
     constants: MachineConstants
@@ -333,6 +333,6 @@ class HopperMachine(ChipMachine):
 
 
 @cache
-def machine() -> HopperMachine:
+def machine() -> CudaMachine:
     """Return the constants that come with mkernel; the file is read once."""
-    return HopperMachine.from_file(FILE, "constants of hopper")
+    return CudaMachine.from_file(FILE, "constants of CUDA devices")

@@ -10,7 +10,7 @@ from hopper_calls import last_rank
 
 from mkernel.backends.accelerators.cuda.capabilities import OPS
 from mkernel.backends.accelerators.cuda.gemm import scaled_tuning
-from mkernel.backends.accelerators.cuda.machine import HopperMachine, machine
+from mkernel.backends.accelerators.cuda.machine import CudaMachine, machine
 from mkernel.backends.accelerators.cuda.schedule import TilingName
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.gemm import fused as gemm
@@ -60,7 +60,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, times: float | None) -> None:
 def known(monkeypatch: pytest.MonkeyPatch, fused: PathConstants | None) -> None:
     """Of the fused path, whatever bits it adds with; of the library's products the usual."""
     scaled = machine().scaled.model_copy(update={"fused": fused, "promoted": fused, "fast": None})
-    made: HopperMachine = machine().model_copy(update={"scaled": scaled})
+    made: CudaMachine = machine().model_copy(update={"scaled": scaled})
     for each in (scaled_tuning, fused_tuning):
         monkeypatch.setattr(each, "_MACHINE", made)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 
 from mkernel.backends.accelerators.cuda.gemm import tuning
-from mkernel.backends.accelerators.cuda.machine import HopperMachine, Spread, machine
+from mkernel.backends.accelerators.cuda.machine import CudaMachine, Spread, machine
 from mkernel.backends.accelerators.cuda.schedule import FLAGS, TilingName
 from mkernel.backends.accelerators.cuda.transfer.engines import Choice
 from mkernel.backends.accelerators.hopper.gemm import scaled_tuning
@@ -194,7 +194,7 @@ def gather(
     chunk: int,
     processors: int,
     tiles: TilingName | None = None,
-    machine: HopperMachine = _MACHINE,
+    machine: CudaMachine = _MACHINE,
 ) -> GatherSchedule:
     """Schedule AllGather+GEMM. A rank has ``rows`` rows, in chunks of ``chunk`` as planned.
     ``tiles`` None: the fastest. ``machine``: whose times decide."""
