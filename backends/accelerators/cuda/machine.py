@@ -1,4 +1,4 @@
-"""Constants of machines with CUDA devices, fitted on Hopper GPUs, all of them in ``machine.json`` beside this file.
+"""Constants of machines with CUDA devices, fitted on Hopper GPUs: all of ``machine.json``.
 
 They are rates, and the limits by which ways are chosen; they change times, never results.
 """
