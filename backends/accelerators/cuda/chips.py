@@ -20,7 +20,6 @@ from typing_extensions import Self
 
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.defaults import Sourced
-from mkernel.topology.kinds import node_kinds
 from mkernel.topology.model import FABRIC_HOST, Accelerator, Model, Node, Topology
 from mkernel.topology.sources.chips import architecture, cores, is_product, product
 from mkernel.topology.world_map import speed
@@ -205,8 +204,8 @@ class ChipMachine(Model):
     def cards_of(self, topology: Topology) -> tuple[MachineConstants, ...]:
         """Return the constants with the cards of :func:`by_clock`. The slowest come first, because a
         product's name may be the beginning of another one."""
-        nodes = node_kinds(topology).prototypes
-        names = {by_clock(device, node) for node in nodes for device in node.accelerators}
+        nodes = {(id(node.accelerators), id(node.fabric)): node for node in topology.nodes}
+        names = {by_clock(device, node) for node in nodes.values() for device in node.accelerators}
         made = [self.on_card(name).constants for name in sorted(filter(None, names))]
         return tuple(sorted(filter(None, made), key=speed))
 
