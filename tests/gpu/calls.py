@@ -23,7 +23,7 @@ LATE_S = 0.02
 """How long a late rank is late."""
 Tensors = dict[str, torch.Tensor]
 Decisions = Mapping[str, Mapping[str, Any]]
-"""By module of tuning, what its functions return."""
+"""Values that functions of tuning return, by module."""
 
 
 class Shape(Protocol):

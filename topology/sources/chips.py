@@ -52,7 +52,12 @@ def architecture(device: Accelerator) -> str | None:
 
 def capability(device: Accelerator) -> tuple[int, int] | None:
     """Return the compute capability of an NVIDIA device, such as (9, 0); None: unknown, or none."""
-    found = re.fullmatch(r"sm_(\d+)(\d)a?", architecture(device) or "")
+    return _capability(architecture(device) or "")
+
+
+@lru_cache(maxsize=64)
+def _capability(name: str) -> tuple[int, int] | None:
+    found = re.fullmatch(r"sm_(\d+)(\d)a?", name)
     return None if found is None else (int(found[1]), int(found[2]))
 
 
@@ -61,8 +66,7 @@ def runs(claimed: str, device: Accelerator) -> bool:
     (``sm_80+``) that one and later ones."""
     if not claimed.endswith("+"):
         return architecture(device) == claimed
-    found = capability(device)
-    least = capability(device.model_copy(update={"architecture": claimed[:-1]}))
+    found, least = capability(device), _capability(claimed[:-1])
     return found is not None and least is not None and found >= least
 
 

@@ -7,7 +7,7 @@ Its capabilities can be queried without torch; a world's session (``device_sessi
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -67,7 +67,7 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
 
     Attributes:
         devices: compute capabilities that it runs on, in words. remedy: what to do without such a
-            device.
+            device. tunings: what schedules GEMM ops and sums, attention, MoE.
     """
 
     name: ClassVar[str] = "cuda"
@@ -78,6 +78,11 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
     device = "cuda"
     devices: ClassVar[str] = f"{FIRST[0]}.{FIRST[1]} or later"
     remedy: ClassVar[str] = "use accelerator streams"
+    tunings: ClassVar[tuple[Callable[[ScheduleRequest], Scheduled], ...]] = (
+        tuning.schedule,
+        attention_tuning.schedule,
+        moe_tuning.schedule,
+    )
 
     def __init__(self) -> None:
         """Make the backend without starting anything."""
@@ -264,12 +269,11 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
 
     @classmethod
     def schedule(cls, request: ScheduleRequest) -> Scheduled:
-        """Choose what is sent, and how."""
+        """Choose what is sent, and how, as well as what the kernels upon it do."""
+        products, attention, moe = cls.tunings
         if isinstance(request.plan.shape, AttentionShape):
-            return attention_tuning.schedule(request)
-        if request.plan.op in MOE:
-            return moe_tuning.schedule(request)
-        return tuning.schedule(request)
+            return attention(request)
+        return moe(request) if request.plan.op in MOE else products(request)
 
     # ---- a world's life, and its calls -----------------------------------------------------------
 

@@ -25,7 +25,7 @@ _SCALED_TORCH = (2, 10)
 """The first torch that takes block scales as cuBLAS reads them (``aten::_scaled_mm_v2``)."""
 
 HOPPER = (9, 0)
-"""The compute capability on which cuBLAS takes scales by blocks of 128."""
+"""The compute capability of Hopper, on which alone cuBLAS takes scales by blocks of 128."""
 _E4M3 = (8, 9)
 """The first compute capability whose devices multiply e4m3 operands."""
 _GROUPED_TORCH = (2, 9)

@@ -8,7 +8,6 @@ from mkernel.backends.accelerators.cuda import native_kernels
 from mkernel.backends.accelerators.cuda.backend import CudaAccelerator
 from mkernel.backends.accelerators.cuda.capabilities import (
     HOPPER,
-    MOE,
     OPS,
     fused_scale_modes,
     ops,
@@ -20,8 +19,7 @@ from mkernel.backends.accelerators.hopper.moe import tuning as moe_tuning
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import INSTALL_AGAIN
-from mkernel.plan.model import Activation, AttentionShape, LaunchPlan
-from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.model import Activation, LaunchPlan
 
 if TYPE_CHECKING:
     from mkernel.backends.accelerators.cuda.dispatch import Executor
@@ -34,6 +32,7 @@ class HopperAccelerator(CudaAccelerator):
     preference: ClassVar[int] = 20
     devices: ClassVar[str] = "9.0"
     remedy: ClassVar[str] = "use accelerator cuda or streams, or an H100"
+    tunings = tuning.schedule, attention_tuning.schedule, moe_tuning.schedule
     settings: ClassVar[type[CudaSettings]] = HopperSettings
 
     @staticmethod
@@ -68,12 +67,3 @@ class HopperAccelerator(CudaAccelerator):
             "hierarchical_ops": OPS,
             "activations": get_args(Activation),
         }
-
-    @classmethod
-    def schedule(cls, request: ScheduleRequest) -> Scheduled:
-        """Choose tiles, chunks and who pushes them; on the library path, what is sent and how."""
-        if isinstance(request.plan.shape, AttentionShape):
-            return attention_tuning.schedule(request)
-        if request.plan.op in MOE:
-            return moe_tuning.schedule(request)
-        return tuning.schedule(request)

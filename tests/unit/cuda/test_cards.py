@@ -52,7 +52,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def claims_of(accelerator: str, **changed: Any) -> AcceleratorCapabilities:
-    """What a backend claims, here of every architecture."""
+    """Return what a backend claims, here of every architecture."""
     claims = registry.accelerator(accelerator).capabilities_on(gpu(0))
     return claims.model_copy(update={"architectures": (), **changed})
 

@@ -135,7 +135,7 @@ def test_results_by_slot_are_refused(started: Started) -> None:
 
 @pytest.mark.parametrize("op", MOE)
 def test_areas(started: Started, op: str) -> None:
-    """What NICs write lies where ranks of a node write; the outbox is behind it."""
+    """NICs write where ranks of a node write; the outbox is behind it."""
     offset = native.native().DATA_OFFSET
     direct, staged = planned(op), planned(op, direct=False)
     assert (direct.routes.staged, staged.routes.staged) == (False, True)

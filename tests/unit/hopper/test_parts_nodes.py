@@ -151,7 +151,7 @@ def test_schedules_that_calls_would_not_follow_are_refused(fabric: Any, op: str)
 
 @every_op
 def test_areas(op: str) -> None:
-    """What NICs write lies where ranks of a node write; the outbox is behind it."""
+    """NICs write where ranks of a node write; the outbox is behind it."""
     made = native_kernels.native()
     direct, staged = (planned(op, (2, 2), LARGE, direct=each) for each in (True, False))
     own = LARGE["m"] // 4

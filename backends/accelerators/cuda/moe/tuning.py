@@ -56,12 +56,12 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     check_scaled(plan)
     found = by_rows(request, chunks=1)
     blocks = found.pipeline.compute_blocks * SUM_BLOCKS_A_CORE
+    if isinstance(plan.shape, MoeShape | GemmCombineShape):
+        _check_groups(plan, plan.shape.experts // plan.world_size)
     if isinstance(plan.shape, MoeShape | DispatchShape):
-        _check_groups(plan)
         found, pushing = with_tokens(request, found, push_blocks)
         return found._replace(schedule=RowsSchedule(blocks=blocks, push_blocks=pushing))
     if isinstance(plan.shape, GemmCombineShape):
-        _check_groups(plan)
         returns = found.pipeline.returns
         return found._replace(schedule=LibraryCombineSchedule(sum_blocks=blocks, returns=returns))
     return found._replace(schedule=CombineSchedule(sum_blocks=blocks))
@@ -83,12 +83,9 @@ def with_tokens(
     return Scheduled(found.schedule, pipeline, times, found.alternatives + considered), pushing
 
 
-def _check_groups(plan: CommonPart) -> None:
-    """Raise Unsupported for more experts than torch's product takes."""
-    shape = plan.shape
-    assert isinstance(shape, MoeShape | DispatchShape | GemmCombineShape)
-    experts = shape.experts // plan.world_size
-    if experts > MOST_GROUPS and not isinstance(shape, DispatchShape):
+def _check_groups(plan: CommonPart, experts: int) -> None:
+    """Raise Unsupported for more experts of a rank than torch's product takes."""
+    if experts > MOST_GROUPS:
         raise Unsupported(
             f"{plan.op} with {experts} experts on a rank: torch multiplies at most {MOST_GROUPS} "
             "at once"
@@ -152,16 +149,26 @@ def most_tiles(shape: MoeShape | DispatchShape, world: int) -> int:
     return world * shape.tokens * shape.top_k // TILE_ROWS + 3 * (shape.experts // world) + 1
 
 
+def arrival_us(plan: CommonPart, processors: int, pushing: int) -> float:
+    """Predict the time until the tokens of a balanced dispatch have come, by ``pushing`` blocks or by
+    copy engines, and ids are sorted."""
+    shape = plan.shape
+    assert isinstance(shape, MoeShape | DispatchShape)
+    before = 0.0 if shape.routed else machine().experts.route_us
+    return max(travel_us(plan, pushing), before)
+
+
 def push_blocks(
-    plan: CommonPart, processors: int, us: Callable[[CommonPart, int, int], float] | None = None
+    plan: CommonPart,
+    processors: int,
+    us: Callable[[CommonPart, int, int], float] = arrival_us,
 ) -> tuple[int, tuple[Alternative, ...]]:
     """Choose the blocks that send each token once to each rank that wants it; 0: copies of all
     tokens to every rank.
 
     Blocks are chosen if they are predicted to be faster, or if ``MKERNEL_<ACCELERATOR>_TOKENS`` names
-    them.
-    ``us``: predicts a dispatch; None: until its rows are there (:func:`arrival_us`).
-    Also returns both alternatives, if there are two: between nodes tokens always travel whole."""
+    them. ``us``: predicts what is to be short, for so many blocks. Also returns both alternatives, if
+    there are two: between nodes tokens always travel whole."""
     wished = settings_of(plan.accelerator).tokens
     if plan.world_size == 1 or plan.nodes > 1 or wished == "whole":
         return 0, ()
@@ -171,18 +178,9 @@ def push_blocks(
     return choose(
         "tokens",
         (0, blocks),
-        lambda pushing: (us or arrival_us)(plan, processors, pushing),
+        lambda pushing: us(plan, processors, pushing),
         lambda pushing: "wanted" if pushing else "whole",
     )
-
-
-def arrival_us(plan: CommonPart, processors: int, pushing: int) -> float:
-    """Predict the time until the tokens of a balanced dispatch have come, by ``pushing`` blocks or by
-    copy engines, and ids are sorted."""
-    shape = plan.shape
-    assert isinstance(shape, MoeShape | DispatchShape)
-    before = 0.0 if shape.routed else machine().experts.route_us
-    return max(travel_us(plan, pushing), before)
 
 
 def travel_us(plan: CommonPart, pushing: int) -> float:
