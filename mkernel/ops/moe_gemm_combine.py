@@ -163,8 +163,8 @@ def moe_gemm_combine(
         topk_weights: [T, k], floating point; used as float32, of float64 as float64.
         out_dtype: of the result; default: that of ``h``.
         partial_dtype: in which results travel home; default: ``out_dtype``, of results of fewer than
-            4096 elements float32. torch.float32: nothing is rounded before ``out``, and twice the bytes
-            of 16-bit results travel.
+            4096 elements float32. torch.float32: what travels is not rounded, and twice the bytes of
+            16-bit results travel. ``cuda`` rounds products to the dtype of ``h`` before.
         returns: how they travel: ``"slots"``, each by itself, weighted and added at home in the order
             of slots; ``"ranks"``, the weighted sum of a token's results on one rank, added at home in
             the order of ranks; None: what is predicted to be faster. Both are right within the

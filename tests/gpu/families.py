@@ -522,6 +522,10 @@ FAMILIES |= {
         "documents", "attention-pieces", "gradients", "experts",
     )
 }  # fmt: skip
+FAMILIES["cuda-e4m3"] = replace(
+    FAMILIES["cuda-e4m3"],
+    drawn=lambda chance, world: replace(drawn_scaled(chance, world), path=None),
+)
 FAMILIES["cuda-experts"] = replace(  # torch's product has no activation
     FAMILIES["cuda-experts"],
     drawn=lambda chance, world: replace(moe_ranks.drawn(chance, world), activation=None),

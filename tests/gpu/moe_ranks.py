@@ -203,8 +203,10 @@ class Work(calls.Work):
             wrong += self._quantised(turn, found["values"], found["scales"], rows)
         if "home" not in found:
             return wrong
-        # Narrow results, ranks' sums of them, then the sum of these are rounded, each as much.
-        roundings = 3 if self.shape.narrow else 1
+        # Narrow results, ranks' sums of them, then the sum of these are rounded, each as much; the
+        # library of `cuda` rounds products also where results are wide.
+        by_library = mkernel.world().accelerator.name == "cuda"
+        roundings = 3 if self.shape.narrow else 1 + by_library
         limit = self.case.tolerances()["out"] * roundings**0.5
         between = found.get("slots of values", found.get("slots"))
         wanted, terms = self._home(turn, between)

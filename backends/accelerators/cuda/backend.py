@@ -71,7 +71,7 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
     """
 
     name: ClassVar[str] = "cuda"
-    preference: ClassVar[int] = 0  # by name alone, until tests/gpu have run with it
+    preference: ClassVar[int] = 15
     machine_file: ClassVar[Path | None] = FILE
     settings: ClassVar[type[CudaSettings]] = CudaSettings
     visibility: ClassVar[Mapping[str, str]] = {"cuda": "CUDA_VISIBLE_DEVICES"}

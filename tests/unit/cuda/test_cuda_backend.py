@@ -20,6 +20,7 @@ from mkernel.backends.accelerators.cuda.gemm.reduce_parts import ReducePartsExec
 from mkernel.backends.accelerators.cuda.settings import CudaSettings, settings_of
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
+from mkernel.backends.accelerators.streams.backend import StreamsAccelerator
 from mkernel.errors import Unsupported
 from mkernel.plan.arguments import Around
 from mkernel.plan.model import LaunchPlan, OpName, Scales
@@ -94,7 +95,10 @@ def test_what_hopper_has_besides_is_its_own() -> None:
     assert (base.scaled_experts, upon.scaled_experts) == (False, True)
     assert base.only_library_ops == base.library_ops == upon.library_ops
     assert upon.only_library_ops == ()
-    assert CudaAccelerator.preference == 0 < HopperAccelerator.preference
+    preferred = [
+        each.preference for each in (StreamsAccelerator, CudaAccelerator, HopperAccelerator)
+    ]
+    assert preferred == sorted({*preferred})
     assert type(registry.accelerator("cuda")) is CudaAccelerator
 
 

@@ -125,7 +125,7 @@ def test_a_chip_that_hopper_does_not_run_on(tmp_path: Path, chip: str) -> None:
     world = machine(name=chip)
     made = report(tmp_path, "--explain", world=world, nodes=1)
     assert made.plan is not None
-    assert made.plan.accelerator == "streams"
+    assert made.plan.accelerator == "cuda"
     times = made.plan.prediction
     assert (times and (times.constants, times.measured)) == CARDS.get(chip)
     assert made.notes == (

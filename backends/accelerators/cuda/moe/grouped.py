@@ -103,7 +103,7 @@ def _ends(call: Call, experts: int, height: int) -> torch.Tensor:
     counts = words.new_zeros(experts + 1)
     counts.index_add_(0, local.masked_fill(elsewhere, experts), torch.ones_like(local))
     ends = counts[:experts].cumsum(0, dtype=torch.int32).minimum(words[-4])
-    ends[-1] = height
+    ends[-1:].fill_(height)  # an assignment would copy it from the host, which no graph can
     return ends
 
 
