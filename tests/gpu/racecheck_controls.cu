@@ -6,7 +6,7 @@
 
 #include "backends/accelerators/cuda/ptx/mbarrier.cuh"
 
-using mkernel::hopper::ptx::Mbarrier;
+using mkernel::cuda::ptx::Mbarrier;
 
 constexpr int kSlots = 4, kSteps = 64, kLanes = 32, kReaders = 2;
 
@@ -19,7 +19,7 @@ __global__ void ring(const float* from, float* sums) {
             full[slot].init(kLanes);
             empty[slot].init(kEach ? kReaders * kLanes : kReaders);
         }
-        mkernel::hopper::ptx::publish_barriers();
+        mkernel::cuda::ptx::publish_barriers();
     }
     __syncthreads();
     const int warp = static_cast<int>(threadIdx.x) / kLanes;

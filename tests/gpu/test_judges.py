@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +95,7 @@ def test_what_ranks_add_may_be_rounded_before(op: str) -> None:
 class World:
     rank: int
     size: int
+    accelerator: Any = field(default_factory=lambda: SimpleNamespace(name="hopper"))
 
 
 EIGHT_OF_ONE_EXPERT = Moe(
@@ -102,19 +105,26 @@ EIGHT_OF_ONE_EXPERT = Moe(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_sums_of_gated_experts_stay_in_float16(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results rounded once are right, whatever is drawn; off by more than three roundings, or infinite,
-    they are not."""
-    monkeypatch.setattr(mkernel, "world", lambda: World(rank, 2))
+@pytest.mark.parametrize(
+    ("accelerator", "narrow", "roundings"),
+    [("hopper", True, 3), ("hopper", False, 1), ("cuda", False, 2)],
+)
+def test_sums_of_gated_experts_stay_in_float16(
+    rank: int, accelerator: str, narrow: bool, roundings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results rounded once are right, whatever is drawn; off by more than all roundings of the way, or
+    infinite, they are not."""
+    world = World(rank, 2, SimpleNamespace(name=accelerator))
+    monkeypatch.setattr(mkernel, "world", lambda: world)
     for seed in range(12):
-        work = EIGHT_OF_ONE_EXPERT.work(seed, "cpu")
+        work = replace(EIGHT_OF_ONE_EXPERT, narrow=narrow).work(seed, "cpu")
         truth = work.case.reference(rank, 2, 1)
         found = {name: truth[name].to(torch.float16) for name in ("outputs", "out")}
         wanted, terms = work._home(1)
         assert float(terms.max()) < torch.finfo(torch.float16).max / 2
         found |= {"counts": truth["counts"], "home": wanted.to(torch.float16)}
         assert work.failure(1, found) == []
-        limit = work.case.tolerances()["out"] * 3**0.5
+        limit = work.case.tolerances()["out"] * roundings**0.5
         for wrong in (
             wanted * (1 + 1.1 * limit),
             wanted.index_fill(1, torch.tensor([7]), torch.inf),
