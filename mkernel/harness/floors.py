@@ -14,7 +14,8 @@ from mkernel.plan.model import (
     Shape,
     SumShape,
 )
-from mkernel.plan.predict import Routing, payloads, work
+from mkernel.plan.predict import payloads, work
+from mkernel.plan.traffic import Routing
 from mkernel.topology.model import Model
 
 

@@ -17,6 +17,7 @@ from mkernel.plan.model import (
     PathChoice,
     ScaleMode,
     Scales,
+    scales_of_rows,
 )
 from mkernel.plan.ops import COMPANIONS, canonical, forward
 from mkernel.plan.pipeline import Exchange, Returns
@@ -252,11 +253,8 @@ def scale_sizes(
     mode: ScaleMode, rows: int, n: int, k: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the shapes of the scales of an A of so many rows, and of B."""
-    if mode == "tensor":
-        return (1, 1), (1, 1)
-    if mode == "row":
-        return (rows, 1), (1, n)
-    return (rows, k // BLOCK), (k // BLOCK, -(-n // BLOCK))
+    of_b = {"tensor": (1, 1), "row": (1, n), "block": (k // BLOCK, -(-n // BLOCK))}
+    return scales_of_rows(mode, rows, k), of_b[mode]
 
 
 def check_scales(

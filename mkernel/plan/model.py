@@ -23,6 +23,17 @@ from mkernel.topology.model import Model, fingerprint
 from mkernel.topology.placement import WorldPlacement
 from mkernel.topology.routes import Route, RouteTable, egress_gbs
 
+KeysTravel = Literal["all", "seen", "ring"]
+"""How keys and values of attention travel: all of a rank's to every other one; of a causal call only
+those that queries there see; or all of them to the next rank, which passes them on."""
+
+
+def even_shares(rows: int, columns: int, world: int) -> tuple[int, ...]:
+    """Return the elements of [rows, columns] that each rank has if rows are shared out as evenly as
+    possible, with one more for the first ranks."""
+    each, more = divmod(rows, world)
+    return tuple((each + (rank < more)) * columns for rank in range(world))
+
 
 class Schedule(Model):
     """The decisions of a backend's launches of one plan that no other backend knows: tile sizes,
@@ -55,6 +66,15 @@ class Schedule(Model):
         """Return the dtype in which partial results of a GEMM op travel: that of ``sums``, of
         ``results``, or one by name."""
         return "sums"
+
+    @property
+    def keys_travel(self) -> KeysTravel:
+        """Return how keys and values of attention travel."""
+        return "all"
+
+    def owned(self, rows: int, columns: int, world: int) -> tuple[int, ...]:
+        """Return how many elements of the sum [rows, columns] of an all-reduce each rank adds up."""
+        return even_shares(rows, columns, world)
 
     _of_kind: ClassVar[dict[str, type[Schedule]]] = {}
 
@@ -93,6 +113,13 @@ ScaleMode = Literal["tensor", "row", "block"]
 """The modes of scales of e4m3 operands. ``tensor``: one scale each. ``row``: one for each row of A
 and each column of B. ``block``: one for each 128 of a row of A and each 128 x 128 of B."""
 _Schedule = TypeVar("_Schedule", bound=Schedule)
+
+
+def scales_of_rows(mode: ScaleMode, rows: int, k: int) -> tuple[int, int]:
+    """Return the shape of the scales of so many rows of A."""
+    return {"tensor": (1, 1), "row": (rows, 1), "block": (rows, k // BLOCK)}[mode]
+
+
 PathName = Literal["fused", "library"]
 """The path of a GEMM op: one kernel that communicates while it computes; or a library's product and
 a collective of the backend's own, one after the other."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from mkernel.plan.model import (
-    BLOCK,
     DTYPE_BYTES,
-    E4M3,
-    AttentionShape,
     CombineShape,
     CommonPart,
     DispatchShape,
@@ -21,10 +17,9 @@ from mkernel.plan.model import (
     Prediction,
     Shape,
     SumShape,
-    sums_of,
 )
-from mkernel.plan.ops import forward
 from mkernel.plan.pipeline import Pipeline, Returns
+from mkernel.plan.traffic import Routing, Traffic, Way, flows, traffic
 from mkernel.topology.cost import (
     GemmCall,
     MachineConstants,
@@ -54,8 +49,9 @@ def closed_form(
     AllGather+GEMM: work 2·M·K·N, M/W·K·s a peer. GEMM+ReduceScatter: 2·M·N·K, M/W·N·s a peer;
     GEMM+AllReduce: the same twice; AllReduce: M·N, and these bytes too. MoE: 2·T·k·H·I, and with
     uniform routing T·r·H·s a peer, r as :func:`wanted` says, or T·H·s where tokens travel whole; a
-    combine T·k/W·I·s, GEMM+combine T·k/W·H·s, or T·r·H·s where sums of ranks come home. Ring
-    attention: 4·B·H·(S/W)·S·D, halved when causal, 2·B·H_kv·(S/W)·D·s a peer.
+    combine T·k/W·I·s, GEMM+combine T·k/W·H·s, or T·r·H·s where sums of ranks come home; and ids, or
+    weights. Ring attention: 4·B·H·(S/W)·S·D, halved when causal, 2·B·H_kv·(S/W)·D·s a peer. Bytes, also
+    of the hierarchical exchange, are those of :mod:`mkernel.plan.traffic`.
     Backward: 2.5 times the work of attention, twice a dispatch's; float32 gradients travel too.
     pipelined = max(T_c, T_m) + launch, the floor; sequential = T_c + T_m + launch.
     """
@@ -66,8 +62,8 @@ def closed_form(
     compute = _MORE_WORK.get(plan.op, 1.0) * work(plan.shape, world) / rate
     comm = 0.0
     if world > 1:
-        payload = sum(sent_by(plan, pipeline))
-        comm = messages_us(payload, links, pipeline, constants)
+        pairs = PairBytes.expected(traffic(plan, way_of(pipeline)))
+        comm = max(_link_times(pairs, links, pipeline, 1, constants))
     return prediction(compute, comm, max(compute, comm), constants.launch_us, constants)
 
 
@@ -131,20 +127,38 @@ class Payloads(NamedTuple):
     spread: float = 0.0
 
 
-Routing = Literal["uniform", "balanced"]
-"""The routing of tokens that a number of bytes assumes. ``uniform``: each token has different experts,
-all equally likely; predictions, floors and statistics assume it unless they say otherwise.
-``balanced``: a token's experts lie on as many ranks as can be, as in the calls that a simulator records
-without ids."""
+def way_of(pipeline: Pipeline) -> Way:
+    """Return how a pipeline moves bytes, as far as the cost model knows it."""
+    return Way(
+        exchange=pipeline.exchange, returns=pipeline.returns, whole_tokens=pipeline.whole_tokens
+    )
 
 
-def wanted(experts: int, top_k: int, world: int, routing: Routing = "uniform") -> float:
-    """Return the share of a rank's tokens that another rank has experts of: 1 - C(E - E/W, k) / C(E, k)
-    where routing is uniform, min(1, k/W) where it is balanced."""
-    if routing == "balanced":
-        return min(1.0, top_k / world)
-    chosen, others = min(top_k, experts), experts - experts // world
-    return 1 - math.comb(others, chosen) / math.comb(experts, chosen)
+class PairBytes(NamedTuple):
+    """The bytes that a rank sends to each rank of its node, to the rank in its place of each other
+    node, and to each other rank there."""
+
+    near: float
+    rail: float
+    cross: float
+
+    @classmethod
+    def expected(cls, found: Traffic) -> PairBytes:
+        """Return what ranks send that all send alike."""
+        each, nodes = found.ranks_per_node, found.nodes
+        return cls(
+            found.sent(0, 1) if each > 1 else 0.0,
+            found.sent(0, each) if nodes > 1 else 0.0,
+            found.sent(0, each + 1) if each > 1 and nodes > 1 else 0.0,
+        )
+
+    @classmethod
+    def alike(cls, payload: float, links: SharedLinks, pipeline: Pipeline) -> PairBytes:
+        """Return the bytes if each rank has ``payload`` for each other one, and, where nodes share
+        them, the same for all ranks of a node."""
+        if pipeline.exchange == "hierarchical":
+            return cls(payload * links.placement.nodes, payload, 0.0)
+        return cls(payload, payload, payload)
 
 
 def sent_by(plan: CommonPart, pipeline: Pipeline) -> Payloads:
@@ -168,12 +182,8 @@ def payloads(
     one_exchange: bool = False,
     routing: Routing = "uniform",
 ) -> Payloads:
-    """Return the bytes that each ordered pair of ranks exchanges, without ids and weights of
-    tokens.
-
-    This is the one place that counts the bytes of a call: predictions, floors, statistics, the
-    bench and the backends take them from here, and ``tests/multiprocess/test_statistics.py`` holds
-    them against the NIC's counters.
+    """Return the bytes that each ordered pair of ranks exchanges directly, as expected and without
+    what describes rows, such as ids. They are those of :func:`mkernel.plan.traffic.flows`, by stage.
 
     Args:
         partials, results: dtypes in which partial results and their sums travel. None: the same as
@@ -182,29 +192,16 @@ def payloads(
         one_exchange: as of :class:`mkernel.plan.model.Schedule`.
         routing: routing of tokens, which decides how many ranks want one.
     """
-    size: float = DTYPE_BYTES[dtype]
-    back = DTYPE_BYTES[sums_of(dtype, dtype)] if forward(op) != op else 0  # gradients that go home
     if isinstance(shape, GemmShape | SumShape):
         call = gemm_call(op, shape, dtype, partials or dtype, results or dtype, world)
         return Payloads(*call.payloads(one_exchange))
-    if isinstance(shape, AttentionShape):
-        own = shape.batch * shape.kv_heads * shape.sequence / world * shape.head_dim
-        return Payloads(gather=2.0 * own * (size + back))
-    # A token goes once to each rank that has experts of it.
-    once = wanted(shape.experts, shape.top_k, world, routing)
-    rows, by_slot = once, shape.top_k / world
-    if isinstance(shape, MoeShape | DispatchShape):
-        width, size = shape.hidden, size + back
-        if dtype == E4M3:  # each block's scale goes with it
-            size += DTYPE_BYTES["float32"] / BLOCK
-    elif isinstance(shape, CombineShape):
-        width, rows = shape.features, once if back else by_slot
-    else:
-        width, size = shape.hidden, DTYPE_BYTES[dtype if back else shape.partial_dtype]
-        rows = once if back or returns == "ranks" else by_slot
-    if whole_tokens:
-        rows = 1.0
-    return Payloads(gather=shape.tokens * rows * width * size)
+    way = Way(returns=returns, whole_tokens=whole_tokens, routing=routing)
+    nbytes = sum(
+        flow.pair(0, 1) * flow.nbytes
+        for flow in flows(op, shape, dtype, world, 1, way)
+        if not flow.describes
+    )
+    return Payloads(gather=nbytes)
 
 
 def gemm_call(
@@ -260,7 +257,8 @@ def all_gather_gemm(
 
     shard = sent_by(plan, pipeline).gather
     chunks = cut.chunks_per_rank
-    comm = max(_link_times(shard, links, pipeline, chunks, constants))
+    pairs = PairBytes.alike(shard, links, pipeline)
+    comm = max(_link_times(pairs, links, pipeline, chunks, constants))
 
     chunk_bytes = shard / chunks
     first = constants.signal_us + min(
@@ -277,11 +275,12 @@ def messages_us(
     payload: float, links: SharedLinks, pipeline: Pipeline, constants: MachineConstants
 ) -> float:
     """Return the microseconds until each rank has sent so many bytes to each other one."""
-    return max(_link_times(payload, links, pipeline, 1, constants))
+    pairs = PairBytes.alike(payload, links, pipeline)
+    return max(_link_times(pairs, links, pipeline, 1, constants))
 
 
 def _link_times(
-    payload: float,
+    pairs: PairBytes,
     links: SharedLinks,
     pipeline: Pipeline,
     chunks: int,
@@ -292,22 +291,22 @@ def _link_times(
     costs a signal a chunk."""
     nodes, each = links.placement.nodes, links.placement.ranks_per_node
     once = pipeline.exchange == "hierarchical"
-    near = payload * (nodes if once else 1)
-    far = payload * (nodes - 1) * (1 if once else each)
 
     def sent(route: RouteClass) -> float:
         if route.within:
-            return near
-        return payload if not once or route.src_local == route.dst_local else 0.0
+            return pairs.near
+        return pairs.rail if route.src_local == route.dst_local else pairs.cross
 
     times = [transfer_us(*load) for load in links.loads(sent)]
-    every = [near] * (each - 1) + [far] * (nodes > 1)
+    far = (nodes - 1) * (pairs.rail + (each - 1) * pairs.cross)
+    every = [(pairs.near, nodes if once else 1)] * (each - 1)
+    every += [(far, (nodes - 1) * (1 if once else each))] * (nodes > 1)
     if pipeline.blocks_in_turn:
-        every = [sum(every)]
+        every = [(sum(nbytes for nbytes, _ in every), sum(count for _, count in every))]
     blocks = pipeline.comm_blocks / max(1, len(every))
     rate = max(blocks * constants.comm_block_gbs, constants.copy_engine_gbs or 0.0)
-    for nbytes in every:
-        messages = 1.0 if pipeline.grouped else nbytes / payload
+    for nbytes, count in every:
+        messages = 1 if pipeline.grouped else count
         signals = chunks * messages / blocks * constants.signal_us
         times.append(transfer_us(nbytes, rate, signals))
     return times

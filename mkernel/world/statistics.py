@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
-from mkernel.plan.model import DtypeName, LaunchPlan
-from mkernel.plan.predict import payloads
+from mkernel.plan.model import LaunchPlan
+from mkernel.plan.traffic import traffic_of
 
 Way = Literal["peer memory", "copy engine", "nic", "process group"]
 
@@ -120,19 +120,9 @@ def sent(plan: LaunchPlan, rank: int) -> dict[Way, int]:
         return {}
     how = plan.schedule
     assert how is not None, "plans that are called have a schedule"
-    dtypes = {"sums": plan.sums, "results": plan.out_dtype}
-    terms = plan.dtype if plan.op == "all_reduce" else dtypes.get(how.partials, how.partials)
-    each = sum(
-        payloads(
-            plan.op, plan.shape, plan.dtype, world, getattr(how, "returns", "slots"),
-            partials=cast(DtypeName, terms), results=plan.out_dtype,
-            whole_tokens=how.whole_tokens, one_exchange=how.one_exchange,
-        )
-    )  # fmt: skip
     near: Way = "copy engine" if how.copy_engines else "peer memory"
-    peers = Counter(
-        plan.routes.route(plan.placement, rank, peer).kind for peer in range(world) if peer != rank
-    )
-    found: dict[Way, int] = {near: round(each * peers["p2p"])}
-    found["process group"] = round(each * peers["group"])
-    return {way: nbytes for way, nbytes in found.items() if nbytes}
+    ways: dict[str, Way] = {"p2p": near, "group": "process group"}
+    nbytes: defaultdict[str, float] = defaultdict(float)
+    for peer, each in traffic_of(plan).from_rank(rank).items():
+        nbytes[plan.routes.route(plan.placement, rank, peer).kind] += each
+    return {ways[kind]: round(each) for kind, each in nbytes.items() if kind in ways}

@@ -14,16 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 import mkernel
 from mkernel.backends.contracts.nic import NicSession
 from mkernel.errors import ShapeError
-from mkernel.plan.model import (
-    AttentionShape,
-    CombineShape,
-    DtypeName,
-    GemmShape,
-    MoeShape,
-    OpName,
-    Shape,
-)
-from mkernel.plan.predict import payloads
 from mkernel.world import profiling
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -98,58 +88,6 @@ def test_what_the_nic_carries_it_counts_itself() -> None:
         assert found.sent_bytes["peer memory"] == M * K * 2
         assert found.sent_bytes["nic"] == carried
         assert carried >= 2 * M * K * 2
-
-
-TOKENS, HIDDEN = 512, 256
-ROUTED = {"experts": 8, "top_k": 4}
-
-
-def carried_by_op() -> dict[str, tuple[int, float]]:
-    """Return what the NIC carried of one call of each op, and what is predicted of its plan."""
-    rank, draw = mkernel.world().rank, torch.Generator().manual_seed(mkernel.world().rank)
-    ids = torch.rand(TOKENS, ROUTED["experts"], generator=draw).argsort(1)[:, : ROUTED["top_k"]]
-    x = torch.full((TOKENS, HIDDEN), float(rank), dtype=torch.float16)
-    a, b = torch.ones(TOKENS, HIDDEN).half(), torch.ones(HIDDEN, HIDDEN).half()
-    keys = torch.ones(1, 2, TOKENS, 64).half()
-    moe = MoeShape(tokens=TOKENS, hidden=HIDDEN, features=16, **ROUTED)
-    combine = CombineShape(tokens=TOKENS, features=16, **ROUTED)
-    gemm = GemmShape(m=TOKENS, n=HIDDEN, k=HIDDEN)
-    gathered = GemmShape(m=2 * TOKENS, n=HIDDEN, k=HIDDEN)
-    attention = AttentionShape(batch=1, heads=2, kv_heads=2, sequence=2 * TOKENS, head_dim=64)
-    half: DtypeName = "float16"
-    found: dict[str, tuple[int, float]] = {}
-    nic = mkernel.world().nic
-    assert nic is not None
-    at_first = nic.statistics().put_bytes
-
-    def call(op: OpName, shape: Shape, start: Callable[[], Any]) -> Any:
-        predicted = sum(payloads(op, shape, half, 2))
-        before = nic.statistics().put_bytes
-        result = start()
-        mkernel.synchronize()
-        found[op] = until_carried(nic, before + 0.9 * predicted) - before, predicted
-        return result
-
-    weights = torch.ones(ROUTED["experts"] // 2, HIDDEN, 16).half()
-    sent = call("moe_dispatch_gemm", moe, lambda: mkernel.moe_dispatch_gemm(x, ids.int(), weights))
-    scores = torch.ones(TOKENS, ROUTED["top_k"])
-    call("moe_combine", combine, lambda: mkernel.moe_combine(sent.outputs, sent.handle, scores))
-    out = torch.float16
-    call("all_gather_gemm", gathered, lambda: mkernel.all_gather_gemm(a, b))
-    call("gemm_reduce_scatter", gemm, lambda: mkernel.gemm_reduce_scatter(a, b, out_dtype=out))
-    call("gemm_all_reduce", gemm, lambda: mkernel.gemm_all_reduce(a, b, out_dtype=out))
-    call("ring_attention", attention, lambda: mkernel.ring_attention(keys, keys, keys))
-    carried = until_carried(nic, 0) - at_first
-    found["in all"] = carried, sum(predicted for _, predicted in found.values())
-    return found
-
-
-def test_the_nic_carries_what_is_predicted() -> None:
-    """One function says what a call sends. Most tokens have experts on both ranks; were a token sent
-    to each of its experts, a dispatch would send twice as much."""
-    for found in launched(carried_by_op, "ascend", nodes=2, each=1):
-        for op, (carried, predicted) in found.items():
-            assert carried == pytest.approx(predicted, rel=0.1), (op, found)
 
 
 def test_calls_that_raise_are_errors() -> None:

@@ -1,6 +1,6 @@
 """Predicted times of MoE from a machine description: the scalar instructions that make the tables,
 one transfer of a token over each link, and the work after the last chunk. Routing is balanced
-(:data:`mkernel.plan.predict.Routing`).
+(:data:`mkernel.plan.traffic.Routing`).
 
 These are closed forms of the schedule, and are compared with its replay (``sim/replay.hpp``); they
 need no device and no record. Microseconds; rates are GB/s, so that 1e3 bytes take a microsecond at

@@ -7,6 +7,7 @@ those of the node first, then the others.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal
 
 from pydantic import Field
@@ -30,6 +31,7 @@ from mkernel.plan.model import (
     CombineShape,
     DispatchShape,
     DtypeName,
+    KeysTravel,
     MoeShape,
     OpName,
     Prediction,
@@ -92,6 +94,28 @@ class ReduceSchedule(ProductSchedule):
         """The value of ``partial_dtype``."""
         return self.partial_dtype
 
+    def owned(self, rows: int, columns: int, world: int) -> tuple[int, ...]:
+        """Return the elements of each rank's run of tiles."""
+        cut = self.chunking
+        tiles = -(-rows // cut.tile_m) * -(-columns // cut.tile_n)
+        edges = [self._before(tiles * rank // world, rows, columns) for rank in range(world + 1)]
+        return tuple(end - start for start, end in pairwise(edges))
+
+    def _before(self, tile: int, rows: int, columns: int) -> int:
+        """Return the elements of the tiles before one (``Geometry::before`` of the kernels)."""
+        cut = self.chunking
+        groups, across = -(-rows // cut.tile_m), -(-columns // cut.tile_n)
+        if tile == groups * across:
+            return rows * columns
+        first = tile // (self.band * across) * self.band
+        height = min(self.band, groups - first)
+        column, group = divmod(tile - first * across, height)
+        above = first * cut.tile_m
+        of_band = min(rows - above, self.band * cut.tile_m)
+        left = column * cut.tile_n
+        width = min(columns - left, cut.tile_n)
+        return above * columns + of_band * left + group * cut.tile_m * width
+
 
 class DispatchSchedule(Schedule):
     """The schedule of MoE dispatch+GEMM. Tokens travel in chunks of ``rows_per_chunk`` of their
@@ -126,6 +150,11 @@ class AttentionSchedule(Schedule):
     rows_per_chunk: int = Field(ge=1)
     cube_cores: int = Field(ge=1)
     comm_cores: int = Field(ge=1)
+
+    @property
+    def keys_travel(self) -> KeysTravel:
+        """Return that ranks send what queries of the receiver see."""
+        return "seen"
 
 
 _BY_ROWS: dict[OpName, type[DispatchSchedule | CombineSchedule | AttentionSchedule]] = {

@@ -21,6 +21,7 @@ from mkernel.plan.model import (
     DispatchShape,
     DtypeName,
     GemmCombineShape,
+    KeysTravel,
     LaunchPlan,
     MoeShape,
     OpName,
@@ -170,6 +171,11 @@ class AttentionSchedule(StreamsSchedule):
     it has arrived."""
 
     kind: Literal["streams.ring_attention"] = "streams.ring_attention"
+
+    @property
+    def keys_travel(self) -> KeysTravel:
+        """Return that blocks go round the ring."""
+        return "ring"
 
 
 _SCHEDULES: dict[OpName, type[StreamsSchedule]] = {

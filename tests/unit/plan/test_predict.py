@@ -197,7 +197,7 @@ def test_a_dispatch_is_predicted_as_its_tokens_travel(
     assert isinstance(made, LaunchPlan)
     assert made.schedule is not None
     assert made.schedule.whole_tokens == found.pipeline.whole_tokens == whole
-    nbytes = 8192 * 4096 * 2 * (1 if whole else 0.5)
+    nbytes = 8192 * 4096 * 2 * (1 if whole else 0.5) + 8192 * 4  # and ids
     assert sum(sent(made, 0).values()) == nbytes
     assert made.prediction is not None
     links = where.group_links if claims.process_group else where.links
