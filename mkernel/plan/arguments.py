@@ -19,7 +19,7 @@ from mkernel.plan.model import (
     Scales,
     scales_of_rows,
 )
-from mkernel.plan.ops import COMPANIONS, canonical, forward
+from mkernel.plan.ops import canonical, forward
 from mkernel.plan.pipeline import Exchange, Returns
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer
 from mkernel.topology.model import MAX_ACCELERATORS, MAX_NODES
@@ -103,9 +103,10 @@ def copied(strides: Mapping[str, Strides], pitched: Collection[str]) -> tuple[Co
 MAX_RANKS = 131072
 """The largest world that is planned."""
 
-_NOTHING_TO_SHARE: tuple[str, ...] = ("moe_dispatch", "moe_dispatch_gemm", *COMPANIONS)
-"""Ops that exchange separate rows between every pair of ranks, so no message serves a whole
-node."""
+_DIRECT: tuple[str, ...] = tuple(
+    f"moe_{op}_backward" for op in ("dispatch", "combine", "gemm_combine")
+)
+"""Ops whose ranks exchange directly, whatever is asked: nobody relays gradients of experts."""
 
 
 _GEMMS: tuple[OpName, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
@@ -134,17 +135,11 @@ def check_world(
 
 def exchanges(wanted: str, op: OpName, nodes: int, ranks_per_node: int) -> tuple[Exchange, ...]:
     """Check the wish and return the exchanges to choose from, the default first. With one node
-    or one rank a node all exchanges are the same, and the result is ``direct``. Raises
-    ArgumentError."""
+    or one rank a node all exchanges are the same, and the result is ``direct``, as it is for gradients
+    of experts. Raises ArgumentError."""
     if wanted not in ("auto", *_EXCHANGES):
         raise ArgumentError("exchange", repr(wanted), f"one of: auto, {', '.join(_EXCHANGES)}")
-    if 1 in (nodes, ranks_per_node):
-        return ("direct",)
-    if forward(op) in _NOTHING_TO_SHARE:
-        if wanted == "hierarchical":
-            raise ArgumentError(
-                "exchange", repr(wanted), f"direct for {op!r}: each pair exchanges rows of its own"
-            )
+    if 1 in (nodes, ranks_per_node) or op in _DIRECT:
         return ("direct",)
     return tuple(one for one in _EXCHANGES if wanted in ("auto", one))
 

@@ -226,9 +226,11 @@ def gather(
     payload: float,
     exchange: Exchange,
     after: Mapping[SimulatedRank, Sequence[Message]],
+    across: float | None = None,
 ) -> Arrivals:
     """Make every rank send the same ``payload`` bytes to all others, in the order in which they
-    consume.
+    consume. ``across``: what it sends to another node for all ranks there, if the exchange is
+    hierarchical; None: as many.
 
     ``after`` maps a rank to the parts of its bytes in order: each part is there when that message
     has arrived. Without an entry all bytes are there from the start. If the exchange is
@@ -239,7 +241,10 @@ def gather(
         within = place.step == 0
         if exchange == "hierarchical" and not within and place.turn:
             continue  # comes from the neighbour that this step's turn 0 goes to
-        message = made.send(src, dst, payload, weight, place)
+        nbytes = payload
+        if exchange == "hierarchical" and not within and across is not None:
+            nbytes = across
+        message = made.send(src, dst, nbytes, weight, place)
         if src in after:
             parts = after[src]
             message.after(parts[-(-(place.piece + 1) * len(parts) // place.pieces) - 1])

@@ -24,8 +24,8 @@ from mkernel.topology.placement import WorldPlacement
 from mkernel.topology.routes import Route, RouteTable, egress_gbs
 
 KeysTravel = Literal["all", "seen", "ring"]
-"""How keys and values of attention travel: all of a rank's to every other one; of a causal call only
-those that queries there see; or all of them to the next rank, which passes them on."""
+"""The way in which keys and values of attention travel: all of a rank's to every other one; of a causal
+call only those that queries there see; or all of them to the next rank, which passes them on."""
 
 
 def even_shares(rows: int, columns: int, world: int) -> tuple[int, ...]:

@@ -47,6 +47,7 @@ from mkernel.plan.pipeline import Exchange, Pipeline, Returns
 from mkernel.plan.request import Alternative, Scheduled, Scheduler, ScheduleRequest, TooLarge
 from mkernel.plan.shapes import GEMMS, MAX_DIMENSION, check_integer, shape_of
 from mkernel.plan.standard import by_rows
+from mkernel.plan.traffic import relay_bytes
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.routes import SharedLinks
 from mkernel.topology.world_map import WorldMap
@@ -330,6 +331,21 @@ class Plans:
         several = len(found) > 1 and not self.lacks
         return found[:1] if several and self.op not in self.claims.hierarchical_ops else found
 
+    def _fitting(self, shape: Shape) -> tuple[Exchange, ...]:
+        """Return those of the exchanges for which devices have the memory: relays keep rows. Raises
+        Unsupported."""
+        devices = (one for node in self.world.kinds.prototypes for one in node.accelerators)
+        least = min((one.memory_bytes for one in devices if one.memory_bytes), default=None)
+        nbytes = relay_bytes(self.op, shape, self.dtype, self.world.nodes)
+        if "hierarchical" not in self.exchanges or least is None or nbytes <= least:
+            return self.exchanges
+        if self.exchanges[0] == "hierarchical":
+            raise Unsupported(
+                f"in a hierarchical exchange a rank keeps {nbytes} bytes of rows that it relays, and a "
+                f"device has {least}; set MKERNEL_EXCHANGE to auto or direct, or pass fewer tokens"
+            )
+        return ("direct",)
+
     @property
     def links(self) -> SharedLinks:
         """Return the links of the op's routes."""
@@ -356,7 +372,7 @@ class Plans:
     def planned(self, asked: _Asked) -> Planned:
         """Plan checked inputs: the part that all backends share, then the backend's."""
         constants, shape = self.constants, asked.shape
-        exchanges = self.exchanges
+        exchanges = self._fitting(shape)
         path, measured = self._predicted(asked)
 
         def scheduled(path: PathName) -> tuple[CommonPart, Scheduled]:

@@ -27,7 +27,8 @@ from mkernel.plan.messages import (
 )
 from mkernel.plan.model import CommonPart, GemmShape, rows_of_a_rank
 from mkernel.plan.pipeline import Exchange, Pipeline
-from mkernel.plan.predict import sent_by
+from mkernel.plan.predict import PairBytes, sent_by, way_of
+from mkernel.plan.traffic import traffic
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.link_queues import Busy, Message, run
 from mkernel.topology.model import Model
@@ -117,7 +118,8 @@ def trace(
             after = {at: _sums(made, at, arrivals, device.busy_us) for at in made.ranks()}
             gather(made, sent.spread, exchange, after)
     elif sent.gather:
-        arrivals = gather(made, sent.gather, exchange, after)
+        rail = PairBytes.expected(traffic(plan, way_of(pipeline))).rail
+        arrivals = gather(made, sent.gather, exchange, after, rail)
     spans: list[list[Busy]] = [[] for _ in made.links]
     busy = run(made.messages, len(made.links), spans if keep else None)
     comm_us = max((message.arrived_us for message in made.messages), default=0.0)

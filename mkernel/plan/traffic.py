@@ -141,7 +141,7 @@ Count = Callable[[int, int], float]
 
 
 class Flow(NamedTuple):
-    """What ranks exchange in one of a call's exchanges.
+    """The items that ranks exchange in one of a call's exchanges.
 
     Attributes:
         out: from the owner, to the ranks that need it; else home, to the owner.
@@ -212,11 +212,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Way:
-    """How a call moves its bytes.
+    """The way in which a call moves its bytes.
 
     Attributes:
         exchange: the exchange between nodes.
-        returns: how results of GEMM+combine come home.
+        returns: the way home of results of GEMM+combine.
         whole_tokens: all tokens of a dispatch go to every rank.
         one_exchange: partial results of an all-reduce go whole to every rank.
         partials, results: dtypes in which partial results and their sums travel. None: the same as the
@@ -284,6 +284,18 @@ def traffic(plan: CommonPart, way: Way, routed: RoutedTokens | None = None) -> T
     )  # fmt: skip
 
 
+def relay_bytes(
+    op: OpName, shape: Shape, dtype: DtypeName, nodes: int, node_sums: DtypeName | None = None
+) -> int:
+    """Return the bytes of rows that a rank keeps to relay them, whatever the routing: of a dispatch the
+    tokens that come from the ranks in its place of other nodes, of a combine the sums for them. Each of
+    these has ``tokens`` of them at most. ``node_sums``: as of :class:`Way`. 0 for other ops."""
+    if not isinstance(shape, Moe):
+        return 0
+    row = flows(op, shape, dtype, nodes, nodes, Way("hierarchical", node_sums=node_sums))[0]
+    return round((nodes - 1) * shape.tokens * (row.across or row.nbytes))
+
+
 def flows(
     op: OpName,
     shape: Shape,
@@ -304,7 +316,7 @@ def flows(
     if isinstance(shape, AttentionShape):
         return (_of_keys(op, shape, dtype, world, way.keys, DTYPE_BYTES[sums]),)
     tokens = routed or ExpectedTokens(shape, world, nodes, way.routing)
-    return _of_tokens(op, shape, dtype, way, tokens, sums, nodes)
+    return _of_tokens(op, shape, dtype, way, tokens, sums)
 
 
 def _everyone(items: float) -> Count:
@@ -370,7 +382,6 @@ def _of_tokens(
     way: Way,
     tokens: TokenCounts,
     sums: DtypeName,
-    nodes: int,
 ) -> tuple[Flow, ...]:
     size: float = DTYPE_BYTES[dtype]
     top_k, of_sums = shape.top_k, DTYPE_BYTES[sums]

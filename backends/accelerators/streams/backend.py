@@ -262,6 +262,7 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         kinds=tuple(DEVICES),
         process_group=True,
         put_ops=PUT_OPS if copies else (),
+        hierarchical_ops=schedules.HIERARCHICAL_OPS,
         routing_of_ids=True,
         reuses_routing="always",
         carrier=f"torch.distributed ({device.collectives})",

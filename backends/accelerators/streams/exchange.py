@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from typing import Literal
 
 import torch
 
@@ -37,6 +38,18 @@ def rotation(plan: LaunchPlan, rank: int) -> tuple[tuple[int, int], ...]:
     return tuple(zip(order[rank][1:], order.consumers(rank)[1:], strict=True))
 
 
+Among = Literal["world", "node", "place"]
+"""The ranks of an exchange: all, those of the own node, or those in the own place of every node."""
+
+
+def _pairs(plan: LaunchPlan, rank: int, among: Among) -> tuple[tuple[int, int], ...]:
+    """Return those of the rotation whose source is among these; the consumer then is one too."""
+    found, each = rotation(plan, rank), plan.ranks_per_node
+    if among == "node":
+        return tuple(pair for pair in found if pair[0] // each == rank // each)
+    return tuple(pair for pair in found if among == "world" or pair[0] % each == rank % each)
+
+
 Part = tuple[int, int, torch.Tensor]
 """(peer, number of the first row, rows)."""
 Arrivals = list[tuple[int, int, int, Message]]
@@ -48,6 +61,7 @@ def exchange(
     streams: CallStreams,
     outgoing: Callable[[int], torch.Tensor],
     incoming: Callable[[int], torch.Tensor],
+    among: Among = "world",
 ) -> Arrivals:
     """Post all messages of one exchange; in a sequential view they have arrived on return.
 
@@ -55,13 +69,14 @@ def exchange(
         outgoing: returns the rows for a rank, contiguous.
         incoming: returns the tensor that receives the rows of a rank, contiguous. If the streams
             are one-sided, it is a place of a landing, for this rank too.
+        among: the ranks that take part.
 
     A chunk has the plan's number of rows; both ends must know the number of rows.
     """
     arrivals: Arrivals = []
     if not streams.communicates:
         return arrivals
-    pairs = rotation(call.plan, call.rank)
+    pairs = _pairs(call.plan, call.rank, among)
     how = call.plan.part(ExchangeSchedule)
     step = how.rows_per_chunk
     nothing: list[Part] = []

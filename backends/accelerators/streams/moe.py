@@ -1,5 +1,7 @@
 """MoE: tokens go to the ranks of their experts, once per rank, and results return.
 
+Between nodes the exchange is direct, as follows, or goes by relays (:mod:`.relay`).
+
 Dispatch: the ids of all ranks are exchanged first (they are small), so every rank builds the tables
 by itself and no sizes go on the wire. Tokens that are multiplied in e4m3 are quantised before they
 travel, once each, and their scales travel behind them. Tokens travel as soon as the tables state
@@ -14,15 +16,15 @@ are added in rank order.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
-from mkernel.backends.accelerators.streams.call_streams import CallStreams
+from mkernel.backends.accelerators.streams import relay
+from mkernel.backends.accelerators.streams.call_streams import CallStreams, Message
 from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange
 from mkernel.backends.accelerators.streams.matmul import grouped_product
 from mkernel.backends.accelerators.streams.moe_travel import (
@@ -33,9 +35,11 @@ from mkernel.backends.accelerators.streams.moe_travel import (
     sum_by_token,
 )
 from mkernel.backends.accelerators.streams.routing import (
+    Relays,
     Remembered,
     Routing,
     recall,
+    relays,
     remember,
     route,
 )
@@ -49,6 +53,7 @@ from mkernel.backends.accelerators.streams.scaled import (
 from mkernel.backends.accelerators.streams.schedule import (
     DispatchSchedule,
     GemmCombineSchedule,
+    HomeSchedule,
     TokenSchedule,
 )
 from mkernel.backends.contracts.accelerator import Call
@@ -98,11 +103,12 @@ def dispatch_rows(call: Call, streams: CallStreams) -> Mapping[str, Any]:
 
 
 class _Tokens(NamedTuple):
-    """Tokens in transit, and for each row the index of its token."""
+    """Tokens in transit, for each row the index of its token, and how many come from each rank."""
 
     tokens: torch.Tensor
     row_token: torch.Tensor
-    arrivals: Arrivals
+    arrivals: Iterable[tuple[int, int, int, Message]]
+    rows: Sequence[int]
 
 
 def _tokens(call: Call, streams: CallStreams) -> tuple[Routing, _Tokens, int]:
@@ -141,11 +147,14 @@ def _sent(call: Call, streams: CallStreams) -> tuple[Routing, _Tokens, int]:
         remember(words, Remembered(rank, height, routing))
     if how.gathers == "wanted":
         return routing, _wanted(call, streams, routing, x), height
-    return routing, _Tokens(tokens, routing.row_source, arrivals), height
+    return routing, _Tokens(tokens, routing.row_source, arrivals, [len(x)] * len(whole)), height
 
 
 def _wanted(call: Call, streams: CallStreams, routing: Routing, x: torch.Tensor) -> _Tokens:
-    """Send each token once to each rank that wants it."""
+    """Send each token once to each rank that wants it, or to each node."""
+    if call.plan.part(TokenSchedule).relays:
+        tokens, passed = relay.send_tokens(call, streams, _relays(call, routing), routing, x)
+        return _Tokens(tokens, routing.row_token, passed, routing.tokens_from)
     with streams.compute():
         packed = torch.split(x[routing.outgoing], routing.tokens_to)
         tokens = streams.scratch("tokens", (sum(routing.tokens_from), x.shape[1]), x.dtype)
@@ -153,7 +162,7 @@ def _wanted(call: Call, streams: CallStreams, routing: Routing, x: torch.Tensor)
         if streams.communicates:
             parts[call.rank].copy_(packed[call.rank])
     arrivals = exchange(call, streams, packed.__getitem__, parts.__getitem__)
-    return _Tokens(tokens, routing.row_token, arrivals)
+    return _Tokens(tokens, routing.row_token, arrivals, routing.tokens_from)
 
 
 def _results(
@@ -191,9 +200,9 @@ def _multiply(
 ) -> None:
     """Compute out = rows @ their experts' weights."""
     w, how = call.tensors["w"], call.plan.part(DispatchSchedule)
-    tokens, row_token, arrivals = rows
+    tokens, row_token, arrivals, heights = rows
     factors: dict[int, Callable[[Rows, torch.Tensor], None]] = {}
-    for source in _as_they_come(call, streams, arrivals):
+    for source in _as_they_come(call, streams, arrivals, heights):
         with streams.compute():
             if source is None:
                 size = len(out), tokens.shape[1]
@@ -225,7 +234,7 @@ def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fill ``out`` with the weighted sums of the experts' results."""
     y, weights, out = (call.tensors[name] for name in ("y", "topk_weights", "out"))
     routing = routing_of(call, streams, "y")
-    total = return_by_slot(call, streams, routing, y, weights)
+    total = _by_slot(call, streams, routing, y, weights)
     with streams.compute():
         out.copy_(total)
     return {}
@@ -240,27 +249,55 @@ def gemm_combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     count = len(routing.row_token)
     travels = getattr(torch, shape.partial_dtype)
     by_rank = how.returns == "ranks"
-    if by_rank:
+    arrivals: Iterable[tuple[int, int, int, Message]]
+    tables = _relays(call, routing) if how.relays and by_rank else None
+    if tables is not None:
+        their_weights, arrivals = relay.send_tokens(call, streams, tables, routing, weights)
+    elif by_rank:
         their_weights, arrivals = send_tokens(call, streams, routing, weights)
     with streams.compute():
         h = rows_of_experts(call, "h", count)
         y = out.new_empty((count + 1, shape.hidden), dtype=weights.dtype if by_rank else travels)
         _products(call, routing, "w2", h, y[:count], how.grouped)
     if not by_rank:
-        total = return_by_slot(call, streams, routing, y, weights)
+        total = _by_slot(call, streams, routing, y, weights)
     else:
         for *_, message in arrivals:
             streams.wait(message)
         with streams.compute():
             y[count] = 0  # the row of slots that are none of this rank's
             of_tokens = sum_by_token(routing, y, their_weights).to(travels)
-        back = return_by_rank(call, streams, routing, of_tokens)
-        streams.finish()
-        with streams.compute():
-            total = add_ranks(routing, back, out, weights.dtype)
+        if tables is not None:
+            total = relay.return_by_rank(call, streams, tables, routing, of_tokens, weights)
+        else:
+            back = return_by_rank(call, streams, routing, of_tokens)
+            streams.finish()
+            with streams.compute():
+                total = add_ranks(routing, back, out, weights.dtype)
     with streams.compute():
         out.copy_(total)
     return {}
+
+
+def _by_slot(
+    call: Call, streams: CallStreams, routing: Routing, y: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the weighted sum of each token's rows of ``y``, directly or by relays."""
+    if not call.plan.part(HomeSchedule).relays:
+        return return_by_slot(call, streams, routing, y, weights)
+    return relay.return_by_slot(call, streams, _relays(call, routing), y, weights)
+
+
+def _relays(call: Call, routing: Routing) -> Relays:
+    """Return the tables of relays that belong to those of the call's routing."""
+    words, each = call.tensors["routing"], call.plan.ranks_per_node
+    known = recall(words, call.rank)
+    if known is not None and known.relays is not None:
+        return known.relays
+    made = relays(_ids(call), call.rank, each, len(routing.counts), routing)
+    if known is not None:
+        remember(words, known._replace(relays=made))
+    return made
 
 
 def routing_of(call: Call, streams: CallStreams, rows: str) -> Routing:
@@ -320,6 +357,8 @@ def _everyones(
     """Start to gather ``own`` of every rank [W, ...]; in a compute-only view own ones stand in for
     the others'."""
     gathered = _ids(call).copy_(own)
+    if call.plan.part(TokenSchedule).relays:
+        return gathered, relay.gather(call, streams, gathered)
     return gathered, exchange(call, streams, lambda target: own, gathered.__getitem__)
 
 
@@ -331,16 +370,20 @@ def _host_knows(streams: CallStreams, arrivals: Arrivals) -> None:
     streams.host_waits()
 
 
-def _as_they_come(call: Call, streams: CallStreams, arrivals: Arrivals) -> Iterator[int | None]:
-    """Yield sources whose tokens have arrived. None: all of them, at once."""
+def _as_they_come(
+    call: Call,
+    streams: CallStreams,
+    arrivals: Iterable[tuple[int, int, int, Message]],
+    rows: Sequence[int],
+) -> Iterator[int | None]:
+    """Yield sources whose tokens have arrived, of which ``rows`` says how many each sends. None: all of
+    them, at once."""
     by_source = call.plan.part(DispatchSchedule).as_they_arrive and not streams.sequential
     if by_source:
         yield call.rank
-    parts = Counter(source for source, *_ in arrivals)
-    for source, _, _, message in arrivals:
+    for source, _, end, message in arrivals:
         streams.wait(message)
-        parts[source] -= 1
-        if by_source and not parts[source]:
+        if by_source and end == rows[source]:
             yield source
     if not by_source:
         yield None

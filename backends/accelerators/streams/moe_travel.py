@@ -45,12 +45,16 @@ def return_by_slot(
     exchange(call, streams, packed.__getitem__, parts.__getitem__)
     streams.finish()
     with streams.compute():
-        places = routing.homecoming.view(weights.shape)
-        if there < places.numel():
-            weights = weights.masked_fill(places == there, 0)  # they may be no numbers
-        total = rows[places[:, 0]].to(weights.dtype) * weights[:, :1]
-        for slot in range(1, weights.shape[1]):
-            total.addcmul_(rows[places[:, slot]].to(weights.dtype), weights[:, slot : slot + 1])
+        return weighted_sums(rows, routing.homecoming.view(weights.shape), weights)
+
+
+def weighted_sums(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of the rows [.., D] at ``places`` [T, k], in the order of slots and the
+    dtype of ``weights`` [T, k]. The last row is zero and belongs to slots without one."""
+    weights = weights.masked_fill(places == len(rows) - 1, 0)  # they may be no numbers
+    total = rows[places[:, 0]].to(weights.dtype) * weights[:, :1]
+    for slot in range(1, weights.shape[1]):
+        total.addcmul_(rows[places[:, slot]].to(weights.dtype), weights[:, slot : slot + 1])
     return total
 
 
@@ -87,13 +91,9 @@ def sum_by_token(
     count = len(rows) - 1
     places = routing.row_token.new_full((sum(routing.tokens_from), routing.top_k), count)
     places[routing.row_token, routing.row_slot] = torch.arange(count, device=rows.device)
-    if weights is None:
-        total = rows[places[:, 0]]
-        for slot in range(1, routing.top_k):
-            total += rows[places[:, slot]]
-        return total
-    weights = weights.masked_fill(places == count, 0)  # they may be no numbers
-    total = rows[places[:, 0]] * weights[:, :1]
+    if weights is not None:
+        return weighted_sums(rows, places, weights)
+    total = rows[places[:, 0]]
     for slot in range(1, routing.top_k):
-        total.addcmul_(rows[places[:, slot]], weights[:, slot : slot + 1])
+        total += rows[places[:, slot]]
     return total

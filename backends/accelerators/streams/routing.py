@@ -102,6 +102,87 @@ def route(ids: torch.Tensor, rank: int, experts: int) -> Routing:
     )
 
 
+@dataclass(frozen=True)
+class Relays:
+    """The rows that one rank sends and relays. A rank's *wards* are the ranks in its place, one of each
+    node and itself among them. Indices are on the device (int64), numbers on the host.
+
+    Attributes:
+        across: for each node, which of the own tokens it wants.
+        wanted: [nodes, tokens] whether this node wants a ward's token.
+        wards: for each ward, how many of its tokens this node wants; they are *packed* in the order of
+            wards and tokens.
+        forward: for each ward and each rank of this node, which of the ward's packed tokens that wants.
+        crossed: for each rank of the world, for each of its tokens that come here, its place among
+            those that this node wants of that rank.
+        many: for each rank of the world, how many of its tokens this node wants.
+        results: output rows in the order in which they go to the ranks of this node that relay them:
+            by that rank, then node, token and slot; ``results_to``: their number to each.
+        places: [packed tokens, slots] the row among those that come from this node's ranks, or one past
+            their end; ``results_from``: their number from each rank.
+    """
+
+    across: list[torch.Tensor]
+    wanted: torch.Tensor
+    wards: list[int]
+    forward: list[list[torch.Tensor]]
+    crossed: list[torch.Tensor]
+    many: list[int]
+    results: torch.Tensor
+    results_to: list[int]
+    places: torch.Tensor
+    results_from: list[int]
+
+
+def relays(ids: torch.Tensor, rank: int, each: int, experts: int, routing: Routing) -> Relays:
+    """Build the tables of ``rank``. On a device with streams the host waits here, for the sizes.
+
+    Args:
+        ids: [W, T, k], the experts that the tokens of every rank go to. each: ranks of a node.
+        experts: number on one rank. routing: the rank's tables.
+    """
+    world, tokens, top_k = ids.shape
+    node, place = divmod(rank, each)
+    ids = ids.to(torch.int64)
+    owner = torch.where(ids < 0, -1, ids // experts)  # a number that is no rank's: nobody
+
+    there = owner.div(each, rounding_mode="floor")  # the node; -1 stays -1
+    across = [(there[rank] == one).any(1).nonzero()[:, 0] for one in range(world // each)]
+    local = owner - node * each
+    local = local.masked_fill((local < 0) | (local >= each), each)  # of this node; each: not here
+    wanted = (local < each).any(2)  # [W, T]
+    packed = wanted.cumsum(1) - 1
+    here = (local == place).any(2)
+    of_wards = local[place::each]  # [N, T, k]
+    ours = wanted[place::each]
+    forward = [
+        [packed[place + ward * each][(of_wards[ward] == one).any(1)] for one in range(each)]
+        for ward in range(world // each)
+    ]
+    home = of_wards[ours]  # [packed, k]
+    order = home.view(-1).argsort(stable=True)
+    counts = torch.bincount(home.view(-1), minlength=each + 1)[:each]
+
+    source, token = routing.row_source // tokens, routing.row_source % tokens
+    key = (source % each * (world // each) + source // each) * tokens + token
+    results = (key * top_k + routing.row_slot).argsort()
+    to = torch.bincount(source % each, minlength=each)
+    sizes = torch.cat([wanted.sum(1), counts, to]).tolist()
+    many, results_from, results_to = sizes[:world], sizes[world : world + each], sizes[-each:]
+    return Relays(
+        across=across,
+        wanted=ours,
+        wards=many[place::each],
+        forward=forward,
+        crossed=[packed[one][here[one]] for one in range(world)],
+        many=many,
+        results=results,
+        results_to=results_to,
+        places=_inverse(order).view(home.shape).clamp_(max=sum(results_from)),
+        results_from=results_from,
+    )
+
+
 def _inverse(order: torch.Tensor) -> torch.Tensor:
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
@@ -109,11 +190,13 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 class Remembered(NamedTuple):
-    """The tables of a rank, and the number of rows of its outputs."""
+    """The tables of a rank, and the number of rows of its outputs. ``relays``: once a call of the
+    routing has relays."""
 
     rank: int
     height: int
     routing: Routing
+    relays: Relays | None = None
 
 
 _known: WeakKeyDictionary[torch.UntypedStorage, tuple[int, Remembered]] = WeakKeyDictionary()

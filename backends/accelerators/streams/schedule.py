@@ -29,10 +29,12 @@ from mkernel.plan.model import (
     Schedule,
     rows_of_a_rank,
 )
-from mkernel.plan.pipeline import Pipeline, Returns, Runs
+from mkernel.plan.paths import partials_of_experts
+from mkernel.plan.pipeline import Exchange, Pipeline, Returns, Runs
 from mkernel.plan.predict import messages_us, payloads, predict
 from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest
 from mkernel.plan.standard import by_rows, choose
+from mkernel.plan.traffic import relay_bytes
 
 
 class StreamsCapabilities(AcceleratorCapabilities):
@@ -78,6 +80,26 @@ class ExchangeSchedule(RotatingSchedule):
     peers_together: bool
 
 
+class RelayedSchedule(ExchangeSchedule):
+    """The schedule of an op of MoE. ``exchange``: between nodes. If it is hierarchical, a rank relays
+    for those in its place of other nodes, and keeps ``relay_bytes`` of their rows, at most."""
+
+    exchange: Exchange = "direct"
+    relay_bytes: int = Field(0, ge=0)
+
+    @property
+    def relays(self) -> bool:
+        """True if ranks relay for those of other nodes."""
+        return self.exchange == "hierarchical"
+
+
+class HomeSchedule(RelayedSchedule):
+    """The schedule of results that come home. ``node_sums``: the dtype to which a node's sum of a
+    token's results is rounded before it crosses to another node; None: the exchange is direct."""
+
+    node_sums: DtypeName | None = None
+
+
 ScaledProducts = Literal["scaled_mm", "dequantised"]
 
 
@@ -121,7 +143,7 @@ class SumSchedule(ExchangeSchedule):
 Gathers = Literal["wanted", "whole"]
 
 
-class TokenSchedule(ExchangeSchedule):
+class TokenSchedule(RelayedSchedule):
     """The schedule of a dispatch. ``gathers``: tokens travel once to each rank that wants them, after
     the ids have arrived; or all of them to every rank, before that."""
 
@@ -151,13 +173,13 @@ class DispatchSchedule(TokenSchedule):
     grouped: bool
 
 
-class CombineSchedule(ExchangeSchedule):
+class CombineSchedule(HomeSchedule):
     """The schedule of MoE combine, and of the backward of MoE ops: exchanges, then one sum."""
 
     kind: Literal["streams.moe_combine"] = "streams.moe_combine"
 
 
-class GemmCombineSchedule(ExchangeSchedule):
+class GemmCombineSchedule(HomeSchedule):
     """The schedule of MoE GEMM+combine: products, then an exchange of the rows that ``returns``
     names, then one sum. ``grouped``: as for a dispatch."""
 
@@ -178,6 +200,8 @@ class AttentionSchedule(StreamsSchedule):
         return "ring"
 
 
+HIERARCHICAL_OPS = ("moe_dispatch", "moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
+"""Ops that also exchange hierarchically."""
 _SCHEDULES: dict[OpName, type[StreamsSchedule]] = {
     "all_gather_gemm": GatherSchedule,
     "gemm_reduce_scatter": ReduceScatterSchedule,
@@ -220,6 +244,8 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     }
     if issubclass(_SCHEDULES[plan.op], ScaledSchedule):
         common["scaled_products"] = _scaled_products(plan, claims.scaled_mm)[0]
+    if issubclass(_SCHEDULES[plan.op], RelayedSchedule):
+        common |= _relaying(plan, found.pipeline.exchange)
     made: StreamsSchedule
     if plan.op == "all_gather_gemm":
         full = plan.gemm.m * plan.gemm.n >= claims.compute_cores * traits.tile_elements
@@ -274,6 +300,21 @@ def _dispatch(
     return found, DispatchSchedule(**common, gathers=gathers, as_they_arrive=early, grouped=grouped)
 
 
+def _relaying(plan: CommonPart, exchange: Exchange) -> dict[str, Any]:
+    """Return the fields of an op's :class:`RelayedSchedule` that the exchange decides."""
+    shape, crosses = plan.shape, exchange == "hierarchical"
+    node_sums: DtypeName | None = None
+    if crosses and isinstance(shape, CombineShape):
+        elements = shape.tokens * shape.features
+        node_sums = partials_of_experts(elements, plan.out_dtype, plan.sums)
+    elif crosses and isinstance(shape, GemmCombineShape):
+        node_sums = shape.partial_dtype
+    nbytes = relay_bytes(plan.op, shape, plan.dtype, plan.nodes, node_sums) if crosses else 0
+    found: dict[str, Any] = {"exchange": exchange, "relay_bytes": nbytes}
+    comes_home = issubclass(_SCHEDULES[plan.op], HomeSchedule)
+    return {**found, "node_sums": node_sums} if comes_home else found
+
+
 def _scaled_products(
     plan: CommonPart, scaled_mm: tuple[ScaleMode, ...]
 ) -> tuple[ScaledProducts | None, ...]:
@@ -300,11 +341,12 @@ def _gathering(
     request: ScheduleRequest, pipeline: Pipeline
 ) -> tuple[Gathers, tuple[Alternative, ...]]:
     """Choose the movement of tokens, assuming uniform routing: only those that are wanted, or whole
-    if that is predicted to be faster, since it saves the wait for the ids."""
+    if that is predicted to be faster, since it saves the wait for the ids. Relays pass on what is
+    wanted."""
     plan, constants = request.plan, request.constants
     shape, world = plan.shape, plan.world_size
     assert isinstance(shape, MoeShape | DispatchShape)
-    if constants is None or world == 1 or shape.routed:
+    if constants is None or world == 1 or shape.routed or pipeline.exchange == "hierarchical":
         return "wanted", ()
 
     def travel_us(gathers: Gathers) -> float:
@@ -355,6 +397,14 @@ def check(plan: LaunchPlan, device: str) -> StreamsSchedule:
     _legal(how, "comm_share", device == "npu" or not how.comm_share, f"0 on {device!r} devices")
     if isinstance(how, RotatingSchedule):
         plan.order(how.order)
+    if isinstance(how, RelayedSchedule):
+        known = plan.nodes > 1 and plan.ranks_per_node > 1 and plan.op in HIERARCHICAL_OPS
+        several = known or not how.relays
+        _legal(how, "exchange", several, "'direct', in this world and of this op")
+        for field, value in _relaying(plan, how.exchange).items():
+            _legal(how, field, getattr(how, field) == value, f"{value!r}, by the plan's shape")
+        if isinstance(how, TokenSchedule) and how.relays:
+            _legal(how, "gathers", how.gathers == "wanted", "'wanted', where ranks relay")
     if isinstance(how, ScaledSchedule):
         ways = _scaled_products(plan, scaled_mm(device))
         legal = " or ".join(map(str, ways))

@@ -5,16 +5,17 @@ from functools import partial
 from typing import Any, get_args
 
 import pytest
-from plan_worlds import CAPABILITIES, explained
+from plan_worlds import CAPABILITIES, explained, world
 from shipped import constants_of
 
-from mkernel.errors import ArgumentError
+from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.missing import WhatIf
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import LaunchPlan, MoeShape
 from mkernel.plan.pipeline import Runs
 from mkernel.plan.planner import Planned
 from mkernel.plan.simulate import simulate
 from mkernel.plan.standard import GAIN, RowSchedule, TileSchedule, by_rows, by_tiles, choose
+from mkernel.plan.traffic import relay_bytes
 
 CONSTANTS = constants_of("ascend")
 
@@ -77,13 +78,60 @@ def test_where_the_fabric_is_slow_direct_exchange_stays() -> None:
 MOE = CAPABILITIES.model_copy(update={"ops": ("moe_dispatch_gemm",)})
 
 
-def test_experts_rows_are_shared_with_nobody() -> None:
-    sizes = {"tokens": 512, "hidden": 512, "features": 256, "experts": 32, "top_k": 4}
-    found = explained("moe_dispatch_gemm", sizes, 4, 4, capabilities=MOE, exchange="auto")
+TOKENS = {"tokens": 4096, "hidden": 4096, "features": 256, "experts": 32, "top_k": 8}
+RELAYING_TOKENS = MOE.model_copy(update={"hierarchical_ops": ("moe_dispatch_gemm",)})
+
+
+def test_tokens_cross_once_to_a_node_where_that_is_faster() -> None:
+    """The rail's bytes are then those of tokens that some rank of the node wants."""
+    direct = explained("moe_dispatch_gemm", TOKENS, 4, 4, capabilities=MOE)
+    assert direct.pipeline.exchange == "direct"
+    assert not any(one.decision == "exchange" for one in direct.alternatives)
+    both = explained("moe_dispatch_gemm", TOKENS, 4, 4, capabilities=RELAYING_TOKENS)
+    assert both.pipeline.exchange == "hierarchical"
+    assert both.plan.prediction.comm_us < direct.plan.prediction.comm_us / 1.8
+    asked = explained("moe_dispatch_gemm", TOKENS, 4, 4, capabilities=MOE, exchange="hierarchical")
+    assert isinstance(asked.plan, WhatIf)
+    slow = CONSTANTS.model_copy(update={"p2p_gbs": 1.0})
+    found = explained(
+        "moe_dispatch_gemm", TOKENS, 4, 4, capabilities=RELAYING_TOKENS, constants=slow
+    )
     assert found.pipeline.exchange == "direct"
-    assert not any(one.decision == "exchange" for one in found.alternatives)
-    with pytest.raises(ArgumentError, match="expected direct for 'moe_dispatch_gemm'"):
-        explained("moe_dispatch_gemm", sizes, 4, 4, capabilities=MOE, exchange="hierarchical")
+
+
+def test_gradients_of_experts_are_exchanged_directly() -> None:
+    claims = CAPABILITIES.model_copy(update={"ops": ("moe_dispatch_backward",)})
+    found = explained(
+        "moe_dispatch_backward", TOKENS, 4, 4, capabilities=claims, exchange="hierarchical"
+    )
+    assert found.pipeline.exchange == "direct"
+
+
+def test_relays_have_memory_for_whatever_the_routing_is() -> None:
+    """(nodes - 1) x tokens x row; a world whose devices have less does without them."""
+    shape = MoeShape(**TOKENS)
+    nbytes = relay_bytes("moe_dispatch_gemm", shape, "float16", 4)
+    assert nbytes == 3 * 4096 * 4096 * 2
+    topology = world(4, 4)
+
+    def found(memory_bytes: int, exchange: str) -> Planned:
+        nodes = [
+            one.model_copy(update={"accelerators": tuple(
+                each.model_copy(update={"memory_bytes": memory_bytes}) for each in one.accelerators
+            )})
+            for one in topology.nodes
+        ]  # fmt: skip
+        made: Planned = explained(
+            "moe_dispatch_gemm", TOKENS, 4, 4, capabilities=RELAYING_TOKENS, exchange=exchange,
+            topology=topology.model_copy(update={"nodes": tuple(nodes)}),
+        )  # fmt: skip
+        return made
+
+    for exchange in ("auto", "hierarchical"):
+        assert found(nbytes, exchange).pipeline.exchange == "hierarchical"
+    assert found(nbytes - 1, "auto").pipeline.exchange == "direct"
+    with pytest.raises(Unsupported, match=f"keeps {nbytes} bytes of rows that it relays"):
+        found(nbytes - 1, "hierarchical")
 
 
 COMBINE = CAPABILITIES.model_copy(update={"ops": ("moe_gemm_combine",)})
