@@ -16,7 +16,8 @@ from mkernel.plan.missing import WhatIf
 from mkernel.plan.model import CommonPart, GemmShape, LaunchPlan, Prediction, Schedule
 from mkernel.plan.request import Alternative
 from mkernel.plan.simulate import Simulation
-from mkernel.tabular import Column, Sheet, duration
+from mkernel.plan.traffic import traffic_of
+from mkernel.tabular import Column, Sheet, amount, duration
 from mkernel.topology.kinds import spans
 from mkernel.topology.lanes import NicSchedule
 from mkernel.topology.model import Accelerator, Nic, Node, Topology
@@ -89,8 +90,8 @@ def plan(
     elif made.nodes > 1:
         rows |= {"exchange": made.exchange}
     rows |= {"predicted": _predicted(made.prediction)}
-    if isinstance(made, LaunchPlan):
-        rows |= {"digest": made.digest()[:16]} if verbose else {}
+    if isinstance(made, LaunchPlan) and verbose:
+        rows |= {"bytes": _bytes(made), "digest": made.digest()[:16]}
     if notes:
         rows |= {"notes": "; ".join(notes)}
     if isinstance(made, WhatIf):
@@ -152,6 +153,22 @@ def _around(made: CommonPart) -> str:
         of = f", of {made.scales.quantises} rows" if made.scales.quantises else ""
         steps.insert(0, f"scales by {made.scales.mode}{of}{fast}")
     return "; ".join(steps)
+
+
+def _bytes(made: LaunchPlan) -> str:
+    """Return what rank 0 sends in a call, inside its node and to others, and by which ports."""
+    if made.schedule is None or made.world_size == 1:
+        return "none"
+    found, each = traffic_of(made), made.ranks_per_node
+    sent = found.from_rank(0)
+    near = sum(nbytes for peer, nbytes in sent.items() if peer < each)
+    text = f"rank 0 sends {amount(near)} inside its node"
+    if made.nodes == 1:
+        return text
+    ports = found.by_port(0, made.route)
+    rails = ", ".join(f"{port} {amount(nbytes)}" for port, nbytes in ports.items())
+    far = amount(sum(sent.values()) - near)
+    return f"{text}, {far} to other nodes" + (f" ({rails})" if rails else "")
 
 
 def _predicted(times: Prediction | None) -> str:

@@ -111,9 +111,14 @@ def with_gradients(*given: torch.Tensor) -> None:
     (one.sum() + mkernel.moe_combine(sent.outputs, sent.handle, scores).sum()).backward()
 
 
-def carried_and_planned() -> list[tuple[str, bool, dict[int, int], dict[int, float]]]:
+_Bytes = dict[int, float]
+_Ports = dict[str, float]
+
+
+def carried_and_planned() -> tuple[list[tuple[str, bool, _Bytes, _Bytes]], _Ports, _Ports]:
     """For each call: its name, whether its routing is skewed, the bytes for each rank that this rank's
-    NIC or group carried, and those that its plans say."""
+    NIC or group carried, and those that its plans say; and by port, what it carried of all calls, and
+    what their plans say."""
     world = mkernel.world()
     rank, nic, streams = world.rank, world.nic, world.accelerator.name == "streams"
     counted = _Counted() if streams else None
@@ -139,7 +144,7 @@ def carried_and_planned() -> list[tuple[str, bool, dict[int, int], dict[int, flo
             time.sleep(0.002)
         return found
 
-    found, before, total = [], carried(), 0.0
+    found, before, total, ports = [], carried(), 0.0, Counter[str]()
     claims = world.accelerator.capabilities()
     for name, call in every_op(streams):
         if (
@@ -156,7 +161,9 @@ def carried_and_planned() -> list[tuple[str, bool, dict[int, int], dict[int, flo
         sent = Counter[int]()
         for plan in latest[name]:
             routed = RoutedTokens(ids, EACH * world.size, plan.nodes)
-            sent.update(traffic_of(plan, routed).from_rank(rank))  # type: ignore[arg-type]
+            planned = traffic_of(plan, routed)
+            sent.update(planned.from_rank(rank))  # type: ignore[arg-type]
+            ports.update(planned.by_port(rank, plan.route))  # type: ignore[arg-type]
         if nic is not None:  # which carries nothing inside a node
             each = world.size // 2
             sent = Counter({peer: n for peer, n in sent.items() if peer // each != rank // each})
@@ -164,7 +171,9 @@ def carried_and_planned() -> list[tuple[str, bool, dict[int, int], dict[int, flo
         after = at_rest(total)
         found.append((name, skewed, dict(after - before), dict(sent)))
         before = after
-    return found
+    lanes = [] if nic is None else nic.statistics().lanes
+    by_port = sum((Counter({lane.port: lane.nbytes}) for lane in lanes), Counter[str]())
+    return found, dict(by_port), dict(ports)
 
 
 WORLDS = [
@@ -185,7 +194,9 @@ def test_planned_bytes_are_those_that_are_carried(
         carried_and_planned, nodes=nodes, ranks_per_node=each, accelerator=accelerator,
         timeout_s=DEADLINE_S,
     )  # fmt: skip
-    for rank, found in enumerate(ranks):
+    for rank, (found, by_port, ports) in enumerate(ranks):
+        assert by_port == ports, rank
+        assert (accelerator == "ascend") == bool(ports)
         for name, skewed, carried, planned in found:
             assert carried == planned, (rank, name, skewed)
             if exchange == "hierarchical":
