@@ -8,7 +8,9 @@ Data flow of one dispatch on rank r (experts [r·E/W, (r+1)·E/W) live here):
 Order of the rows of one expert: by source rank, then token, then slot of top-k: fixed by the routing
 alone, so results are deterministic. A tensor, in the handle, remembers the routing.
 Combine: y rows ──▶ back to their tokens' ranks; out[t] = sum over slots, in order, in float32, of
-  topk_weights[t, slot] · y[row of (t, slot)], rounded once.
+  topk_weights[t, slot] · y[row of (t, slot)], rounded once. In a hierarchical exchange the sum over
+  the slots of one node is rounded (``node_sums`` of the schedule) and crosses once; those of nodes are
+  added in their order.
 """
 
 from __future__ import annotations

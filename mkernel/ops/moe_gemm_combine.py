@@ -7,6 +7,8 @@ Results come home in one of two ways, which the plan chooses (``returns``):
     topk_weights[t, slot] · y[row of (t, slot)]
   ranks: p[r, t] = the same sum over the slots of t whose experts live on rank r, weighted there
     ──rounded to partial_dtype──▶ the token's rank; out[t] = sum over ranks, in order, of p[r, t]
+In a hierarchical exchange these sums are of the slots, or ranks, of one node; each is rounded to
+partial_dtype again, and out[t] is the sum over nodes, in order.
 Sums are float32, and ``out`` is rounded from them once. So results are deterministic either way, of the
 same plan; but of a narrow ``partial_dtype``, which is rounded to before, the ways round differently.
 """
@@ -152,7 +154,8 @@ def moe_gemm_combine(
     Collective: every rank of the world calls it with the same shapes, dtypes and options. It does what
     :func:`moe_combine` does with rows that were multiplied before. Slots without an expert add nothing,
     whatever their weight. Sums are float32, in a fixed order, so the same call gives the same bits;
-    what travels is rounded to ``partial_dtype``, and the sum of that to ``out_dtype``.
+    what travels is rounded to ``partial_dtype``, and the sum of that to ``out_dtype``. Where ranks
+    relay between nodes, each node's sum is rounded to ``partial_dtype`` too.
 
     Args:
         h: [R, I], one row for each row of the dispatch's outputs, in its order. After a dispatch with

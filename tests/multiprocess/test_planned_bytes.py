@@ -42,11 +42,13 @@ class _Counted:
 
 
 def ids_of(rank: int, world: int, skewed: bool) -> torch.Tensor:
-    """Tokens of any rank: half of them for experts of the last ranks if skewed, some of them padded."""
+    """Tokens of any rank, some of them padded; if skewed, half of them for experts of the last rank,
+    the others for those of the first node alone."""
     draw = torch.Generator().manual_seed(rank)
     chances = torch.rand(TOKENS, EACH * world, generator=draw)
     if skewed:
         chances[::2, -EACH:] += 2
+        chances[1::2, : EACH * world // 2] += 2
     ids = chances.topk(TOP_K).indices.int()
     ids[rank % TOKENS, 1:] = -1
     return ids
