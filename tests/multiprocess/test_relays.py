@@ -17,14 +17,15 @@ from mkernel.cases import Case, case_of
 from mkernel.cases.moe import ROUTINGS
 from mkernel.conformance.ranks import Judge
 from mkernel.errors import CapacityExceeded
+from mkernel.plan.model import BLOCK, E4M3
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 CHUNK = 5
 """Rows of a chunk: a rank's tokens make several."""
 
 
-def make(op: str, world: int, **changes: Any) -> Case:
-    sizes = {"tokens": 23, "hidden": 24, "features": 16, "experts": 3 * world, "top_k": 3}
+def make(op: str, world: int, hidden: int = 24, **changes: Any) -> Case:
+    sizes = {"tokens": 23, "hidden": hidden, "features": 16, "experts": 3 * world, "top_k": 3}
     fewer = {"moe_dispatch": ("features",), "moe_combine": ("hidden",)}.get(op, ())
     sizes = {name: size for name, size in sizes.items() if name not in fewer}
     fields = {"dtype": "float32", "out_dtype": "float32", "chunk": CHUNK, **changes}
@@ -34,6 +35,8 @@ def make(op: str, world: int, **changes: Any) -> Case:
 def cases(world: int) -> list[Case]:
     made = [make("moe_dispatch_gemm", world, options={"routing": one}) for one in ROUTINGS]
     made.append(make("moe_dispatch", world, options={"routing": "padded", "handle": True}))
+    scaled = {"dtype": E4M3, "out_dtype": E4M3, "options": {"scales": "block"}}
+    made.append(make("moe_dispatch", world, hidden=2 * BLOCK, **scaled))
     made.append(make("moe_combine", world, options={"routing": "padded"}))
     for returns in ("slots", "ranks"):
         options = {"routing": "padded", "returns": returns}
