@@ -246,6 +246,9 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         common["scaled_products"] = _scaled_products(plan, claims.scaled_mm)[0]
     if issubclass(_SCHEDULES[plan.op], RelayedSchedule):
         common |= _relaying(plan, found.pipeline.exchange)
+        if common["exchange"] == "hierarchical":
+            found, order = _in_order_of_nodes(found), "node"
+            together = together and _several_at_a_time(plan)
     made: StreamsSchedule
     if plan.op == "all_gather_gemm":
         full = plan.gemm.m * plan.gemm.n >= claims.compute_cores * traits.tile_elements
@@ -298,6 +301,19 @@ def _dispatch(
     grouped = _grouped(plan, _products(plan), device)
     early = torch_device(device).traits.overlaps and not grouped
     return found, DispatchSchedule(**common, gathers=gathers, as_they_arrive=early, grouped=grouped)
+
+
+def _in_order_of_nodes(found: Scheduled) -> Scheduled:
+    """Return the schedule in the one order that relays have."""
+    order = replace(found.pipeline.order, runs="node")
+    others = tuple(one for one in found.alternatives if one.decision != "order")
+    pipeline = replace(found.pipeline, order=order)
+    return found._replace(pipeline=pipeline, alternatives=others)
+
+
+def _several_at_a_time(plan: CommonPart) -> bool:
+    """Return whether a relaying rank exchanges with several others of its node, or of its place."""
+    return max(plan.nodes, plan.ranks_per_node) > 2
 
 
 def _relaying(plan: CommonPart, exchange: Exchange) -> dict[str, Any]:
@@ -403,6 +419,10 @@ def check(plan: LaunchPlan, device: str) -> StreamsSchedule:
         _legal(how, "exchange", several, "'direct', in this world and of this op")
         for field, value in _relaying(plan, how.exchange).items():
             _legal(how, field, getattr(how, field) == value, f"{value!r}, by the plan's shape")
+        if how.relays:
+            _legal(how, "order", how.order == "node", "'node', where ranks relay")
+            alone = not (how.peers_together and not _several_at_a_time(plan))
+            _legal(how, "peers_together", alone, "False, where ranks relay for one other")
         if isinstance(how, TokenSchedule) and how.relays:
             _legal(how, "gathers", how.gathers == "wanted", "'wanted', where ranks relay")
     if isinstance(how, ScaledSchedule):

@@ -29,6 +29,7 @@ from mkernel.backends.accelerators.streams.call_streams import AbortWord, Scratc
 from mkernel.backends.accelerators.streams.device import Device, scaled_mm
 from mkernel.backends.accelerators.streams.routing import route
 from mkernel.backends.accelerators.streams.schedule import (
+    HIERARCHICAL_OPS,
     CombineSchedule,
     DispatchSchedule,
     GemmCombineSchedule,
@@ -285,6 +286,20 @@ def routed(plan: LaunchPlan, given: dict[str, torch.Tensor]) -> None:
 CASES = [(where, op) for where in ("cpu", "cuda", "npu") for op in SIZES] + [
     ("puts", op) for op in PUT_OPS
 ]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@pytest.mark.parametrize("op", HIERARCHICAL_OPS)
+def test_no_field_of_relays_is_decoration(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, where: str, op: str
+) -> None:
+    world = world_of(where)
+    usual = world.plan(
+        op, SIZES[op], dtype="bfloat16", out_dtype="bfloat16", chunk=CHUNK, exchange="hierarchical"
+    )
+    assert getattr(usual.schedule, "exchange", None) == "hierarchical"
+    assert decorations(usual, launched(recorder, monkeypatch, world, where, usual)) == []
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
