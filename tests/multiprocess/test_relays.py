@@ -11,7 +11,7 @@ import torch
 from in_world import DEADLINE_S
 
 import mkernel
-from mkernel.backends.accelerators.streams import relay, schedule
+from mkernel.backends.accelerators.streams import moe, relay, schedule
 from mkernel.backends.accelerators.streams.device import torch_device
 from mkernel.cases import Case, case_of
 from mkernel.cases.moe import ROUTINGS
@@ -25,7 +25,7 @@ CHUNK = 5
 
 
 def make(op: str, world: int, hidden: int = 24, **changes: Any) -> Case:
-    sizes = {"tokens": 23, "hidden": hidden, "features": 16, "experts": 3 * world, "top_k": 3}
+    sizes = {"tokens": 23, "hidden": hidden, "features": 17, "experts": 3 * world, "top_k": 3}
     fewer = {"moe_dispatch": ("features",), "moe_combine": ("hidden",)}.get(op, ())
     sizes = {name: size for name, size in sizes.items() if name not in fewer}
     fields = {"dtype": "float32", "out_dtype": "float32", "chunk": CHUNK, **changes}
@@ -57,6 +57,31 @@ def traits(**changes: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def sources() -> Iterator[list[int | None]]:
+    """Note in which order sources' tokens are multiplied."""
+    seen: list[int | None] = []
+
+    def noted(*given: Any) -> Iterator[int | None]:
+        for source in as_they_come(*given):
+            seen.append(source)
+            yield source
+
+    as_they_come = moe._as_they_come
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "_as_they_come", noted)
+        yield seen
+
+
+def near_first() -> list[int | None]:
+    """Dispatch with tokens for everyone; return in which order sources are multiplied."""
+    world = mkernel.world()
+    ids = torch.arange(world.size).repeat(8, 1).int()
+    with traits(overlaps=True), sources() as seen:
+        mkernel.moe_dispatch_gemm(torch.ones(8, 24), ids, torch.ones(1, 24, 17))
+    return seen
+
+
 def judged(every: Sequence[Case]) -> list[str]:
     """What is wrong with these cases, and with what a dispatch refuses meanwhile."""
     found = []
@@ -71,6 +96,9 @@ def judged(every: Sequence[Case]) -> list[str]:
                 assert how.relay_bytes > 0
                 if case.op == "moe_gemm_combine":
                     assert how.node_sums == outcome.plan.shape.partial_dtype
+        rank, each = mkernel.world().rank, 2
+        nodes = [source // each for source in near_first() if source is not None]
+        assert nodes == [(rank // each - turn) % 3 for turn in range(3) for _ in range(each)]
         every[0].run(Judge(every[0]).inputs(2), view="compute_only")
         judge, given = Judge(every[0]), Judge(every[0]).inputs(0)
         with pytest.raises(CapacityExceeded):
