@@ -70,6 +70,13 @@ def every_op(streams: bool) -> list[tuple[str, Callable[[], Any]]]:
         sent = found["sent"] = mkernel.moe_dispatch_gemm(x, ids, up)
         return sent
 
+    def rows(skewed: bool, again: bool) -> Any:
+        ids, handle = (
+            ids_of(world.rank, world.size, skewed),
+            found["sent"].handle if again else None,
+        )
+        return mkernel.moe_dispatch(x, ids, num_experts=EACH * world.size, handle=handle)
+
     def combine() -> Any:
         return mkernel.moe_combine(found["sent"].outputs, found["sent"].handle, scores)
 
@@ -90,8 +97,10 @@ def every_op(streams: bool) -> list[tuple[str, Callable[[], Any]]]:
         calls.append(("all_reduce", lambda: mkernel.all_reduce(uneven)))
     for skewed in (False, True):
         calls.append(("moe_dispatch_gemm", lambda skewed=skewed: dispatch(skewed)))
+        calls.append(("moe_dispatch", lambda skewed=skewed: rows(skewed, False)))
         calls.append(("moe_combine", combine))
         if streams:
+            calls.append(("moe_dispatch again", lambda skewed=skewed: rows(skewed, True)))
             calls.append(("moe_gemm_combine", lambda: home("slots")))
             calls.append(("moe_gemm_combine by rank", lambda: home("ranks")))
     if streams and world.size > 4:  # torch takes long to begin with gradients
