@@ -334,10 +334,14 @@ class Plans:
     def _fitting(self, shape: Shape) -> tuple[Exchange, ...]:
         """Return those of the exchanges for which devices have the memory: relays keep rows. Raises
         Unsupported."""
-        devices = (one for node in self.world.kinds.prototypes for one in node.accelerators)
-        least = min((one.memory_bytes for one in devices if one.memory_bytes), default=None)
+        if "hierarchical" not in self.exchanges:
+            return self.exchanges
         nbytes = relay_bytes(self.op, shape, self.dtype, self.world.nodes)
-        if "hierarchical" not in self.exchanges or least is None or nbytes <= least:
+        if not nbytes:
+            return self.exchanges
+        devices = (one for node in self.world.kinds.prototypes for one in node.accelerators)
+        least = min((one.memory_bytes for one in devices if one.memory_bytes), default=nbytes)
+        if nbytes <= least:
             return self.exchanges
         if self.exchanges[0] == "hierarchical":
             raise Unsupported(
