@@ -12,7 +12,9 @@ from torch import Tensor
 
 import mkernel
 from mkernel.cases import case_of
-from mkernel.conformance.ranks import Judge
+from mkernel.conformance.accelerator import AcceleratorSubject
+from mkernel.conformance.grid import small_ones
+from mkernel.conformance.ranks import Judge, each_case, judge_calls
 from mkernel.launch import _ALWAYS_STARTED
 from mkernel.plan.model import OpName
 
@@ -46,12 +48,22 @@ def test_one_element_and_sizes_that_nothing_divides() -> None:
     assert kept_ranks.run(judged, sizes, accelerator="streams", ranks_per_node=2) == [[], []]
 
 
-def test_as_many_ranks_as_every_machine_starts() -> None:
-    sizes = [(op, {"m": _ALWAYS_STARTED, "n": 4, "k": 4}) for op in GEMMS]
-    found = mkernel.launch(
-        judged, sizes, accelerator="streams", ranks_per_node=_ALWAYS_STARTED, timeout_s=120.0
-    )
-    assert found == [[]] * _ALWAYS_STARTED
+@pytest.mark.parametrize("world", [(2, 8), (4, 4)], ids=["2x8", "4x4"])
+@pytest.mark.parametrize("accelerator", ["ascend", "streams"])
+def test_every_op_on_as_many_ranks_as_every_machine_starts(
+    accelerator: str, world: tuple[int, int]
+) -> None:
+    assert world[0] * world[1] == _ALWAYS_STARTED
+    subject = AcceleratorSubject(accelerator)
+    cases = small_ones(subject, world)
+    assert [case.op for case in cases] == list(subject.claimed())
+    backward = case_of("ring_attention_backward")
+    cases += [
+        backward(case.sizes, case.dtype, case.out_dtype)
+        for case in cases
+        if case.op == "ring_attention" and backward.op in subject.capabilities.ops
+    ]
+    subject.judge(each_case, judge_calls, cases, 1, world=world)
 
 
 def refusals(accelerator: str) -> dict[str, str]:

@@ -270,10 +270,10 @@ def worlds(subject: AcceleratorSubject) -> None:
 
 
 def most_ranks(subject: AcceleratorSubject) -> None:
-    """Check the largest world that is claimed: what a backend keeps of each rank it keeps of
-    all."""
-    world = subject.crowd()
-    subject.judge(each_case, judge_calls, small_ones(subject, world), 1, world=world)
+    """Check the largest world that is claimed, since what a backend keeps of each rank it keeps of
+    all; and two and four nodes of 16 ranks."""
+    for world in subject.worlds(subject.crowd(), *([] if subject.quick else [(2, 8), (4, 4)])):
+        subject.judge(each_case, judge_calls, small_ones(subject, world), 1, world=world)
 
 
 def many_chunks(subject: AcceleratorSubject) -> None:
@@ -497,7 +497,11 @@ CHECKS = (
     Check("scales", "e4m3 operands count times their scales, which go with their rows", scales),
     Check("norms", "a residual and RMSNorm behind a sum give the truth", norms),
     Check("worlds", "every split of a world into nodes and ranks gives the truth", worlds),
-    Check("most-ranks", "as many ranks as are claimed, or 16, get the truth", most_ranks),
+    Check(
+        "most-ranks",
+        "as many ranks as are claimed, or 16, get the truth, on several nodes too",
+        most_ranks,
+    ),
     Check("many-chunks", "long inputs in the smallest chunks give the truth", many_chunks),
     Check("accumulation", "sums are float32 all the way, rounded once", accumulation),
     Check("nonfinite", "NaN and infinity pass through products, sums and attention", nonfinite),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from mkernel.conformance.accelerator import AcceleratorSubject
+from mkernel.conformance.checks.values import most_ranks as check_most_ranks
 from mkernel.harness.outcome import CheckSkipped
 
 
-def subject(most_ranks: int | None, room: int | None) -> AcceleratorSubject:
-    made = AcceleratorSubject("streams", quick=True)
+def subject(most_ranks: int | None, room: int | None, quick: bool = True) -> AcceleratorSubject:
+    made = AcceleratorSubject("streams", quick)
     claims = made.backend.capabilities().model_copy(update={"most_ranks": most_ranks})
     made.__dict__.update(capabilities=claims, room=room)
     return made
@@ -31,6 +32,31 @@ def test_what_other_checks_have_is_not_tried_again(
 ) -> None:
     with pytest.raises(CheckSkipped, match="ranks"):
         subject(most_ranks, room).crowd()
+
+
+@pytest.mark.parametrize(
+    ("quick", "most_ranks", "between_nodes", "worlds"),
+    [
+        (True, 16, True, [(1, 16)]),
+        (False, 16, True, [(1, 16), (2, 8), (4, 4)]),
+        (False, 64, True, [(1, 32), (2, 8), (4, 4)]),
+        (False, 16, False, [(1, 16)]),
+        (False, 12, True, [(1, 12)]),
+    ],
+)
+def test_16_ranks_are_tried_on_several_nodes_too(
+    quick: bool,
+    most_ranks: int,
+    between_nodes: bool,
+    worlds: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = subject(most_ranks, None, quick=quick)
+    tried.__dict__["between_nodes"] = between_nodes
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(AcceleratorSubject, "judge", lambda self, *_, world: seen.append(world))
+    check_most_ranks(tried)
+    assert seen == worlds
 
 
 @pytest.mark.parametrize(("most_ranks", "largest"), [(2, (1, 2)), (3, (1, 3)), (4, (2, 2))])
