@@ -1,4 +1,4 @@
-"""A whole host falls silent: the ranks of the other one learn it from its heartbeats alone.
+"""A whole host falls silent, or dies: the ranks of the other one learn it from its heartbeats alone.
 
 The hosts are PID and UTS namespaces where this process may make them, so that their processes cannot
 see each other as they could not across machines; else processes that call themselves another host.
@@ -47,17 +47,29 @@ def may_unshare() -> bool:
         return False
 
 
-# ---- a rank's process ----------------------------------------------------------------------------
+# ---- a host's processes --------------------------------------------------------------------------
 
 
-def take_part(host: str, port: int, calls: bool) -> None:
+def be_host(host: str, first: int, ranks: int, port: int, calls: bool) -> None:
+    """Make a process of each of the host's ranks, and stay until all have ended."""
+    for rank in range(first, first + ranks):
+        if os.fork() == 0:
+            os.environ["RANK"] = str(rank)
+            take_part(host, ranks, port, calls)
+            return
+    for _ in range(ranks):
+        os.wait()
+
+
+def take_part(host: str, ranks: int, port: int, calls: bool) -> None:
     """Join the world, say so, and go on until it breaks; say how."""
     if not may_unshare():
         join.host_identity = lambda: host
     one, two = (TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2))
     world = mkernel.init(
-        nodes=2, ranks_per_node=2, accelerator="streams", timeout_s=DEADLINE_S, stores=(one, two)
-    )
+        nodes=2, ranks_per_node=ranks, accelerator="streams", timeout_s=DEADLINE_S,
+        stores=(one, two),
+    )  # fmt: skip
     call()
     world.barrier()
     say({"ready": True})
@@ -87,37 +99,36 @@ def say(told: dict[str, Any]) -> None:
 
 
 class Host:
-    """Two rank processes that are killed, stopped and read together."""
+    """Rank processes that are killed, stopped and read together."""
 
-    def __init__(self, name: str, ranks: tuple[int, int], port: int, calls: bool) -> None:
-        apart = _APART if may_unshare() else []
-        # `wait` keeps the shell, which is the namespace's first process, until both have ended.
-        both = '"$@" & RANK=$((RANK + 1)) "$@" & wait'
-        rank = [sys.executable, __file__, name, str(port), str(int(calls))]
+    def __init__(self, name: str, first: int, ranks: int, port: int, calls: bool) -> None:
+        self.ranks = range(first, first + ranks)
         self.process = subprocess.Popen(
-            [*apart, "sh", "-c", both, "sh", *rank],
+            [
+                *(_APART if may_unshare() else []), sys.executable, __file__,
+                name, *map(str, (first, ranks, port, int(calls))),
+            ],
             env={
                 **os.environ,
-                "RANK": str(ranks[0]),
-                "WORLD_SIZE": "4",
-                "LOCAL_WORLD_SIZE": "2",
+                "WORLD_SIZE": str(2 * ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
                 "MKERNEL_JOB_SECRET": "two hosts of one test",
                 "MKERNEL_HEARTBEAT_S": str(HEARTBEAT_S),
                 "GLOO_SOCKET_IFNAME": "lo",
             },
             stdout=subprocess.PIPE,
             bufsize=0,
-        )
+        )  # fmt: skip
         assert self.process.stdout is not None
         self.output: IO[bytes] = self.process.stdout
 
     def told(self) -> list[dict[str, Any]]:
-        """The next thing that each of the two ranks says."""
+        """The next thing that each of the ranks says."""
         said, end = b"", time.monotonic() + DEADLINE_S
-        while said.count(b"\n") < 2:
+        while said.count(b"\n") < len(self.ranks):
             ready, _, _ = select.select([self.output], [], [], max(0.0, end - time.monotonic()))
             more = self.output.read(4096) if ready else b""
-            assert more, f"a rank says nothing; the other: {said!r}"
+            assert more, f"a rank says nothing; the others: {said!r}"
             said += more
         return [json.loads(line) for line in said.splitlines()]
 
@@ -150,13 +161,14 @@ def _below(root: int) -> list[int]:
 
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest) -> Iterator[tuple[Host, Host]]:
-    """Ranks 0 and 1 on one host, 2 and 3 on the other, in one world that has made a call."""
-    store, port = host_store(4, DEADLINE_S)
+    """Two hosts of as many ranks each, in one world that has made a call."""
+    ranks, calls = request.param
+    store, port = host_store(2 * ranks, DEADLINE_S)
     made: list[Host] = []
     try:
-        for name, ranks in (("here", (0, 1)), ("there", (2, 3))):
-            made.append(Host(name, ranks, port, request.param))
-        assert [told for host in made for told in host.told()] == [{"ready": True}] * 4
+        for name, first in (("here", 0), ("there", ranks)):
+            made.append(Host(name, first, ranks, port, calls))
+        assert [told for host in made for told in host.told()] == [{"ready": True}] * 2 * ranks
         yield made[0], made[1]
     finally:
         for host in made:
@@ -166,8 +178,8 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[tuple[Host, Host]]:
 
 @pytest.mark.parametrize(
     ("hosts", "how"),
-    [(True, signal.SIGSTOP), (False, signal.SIGKILL)],
-    ids=["stopped-in-calls", "killed-between-calls"],
+    [((2, True), signal.SIGSTOP), ((8, False), signal.SIGKILL)],
+    ids=["two-stopped-in-calls", "eight-killed-between-calls"],
     indirect=["hosts"],
 )
 def test_a_silent_host_is_a_peer_failure_everywhere(
@@ -176,16 +188,17 @@ def test_a_silent_host_is_a_peer_failure_everywhere(
     here, there = hosts
     start = time.monotonic()
     there.strike(how)
-    told = here.told()
+    first, *others = here.told()
     seconds = time.monotonic() - start
-    assert told[0] == told[1]
-    assert told[0]["kind"] == "PeerFailure"
-    assert told[0]["peer"] in (2, 3)
-    silent = re.match(rf"rank {told[0]['peer']} has been silent for ([\d.]+) s", told[0]["message"])
-    assert silent, told
+    assert others == [first] * (len(here.ranks) - 1)
+    assert first["kind"] == "PeerFailure"
+    assert first["peer"] in there.ranks
+    assert re.search(rf"\brank {first['peer']}\b", first["message"]), first
+    silent = re.search(r"\bsilent for ([\d.]+) s", first["message"])
+    assert silent, first
     assert float(silent[1]) >= SILENCE_S
     assert seconds < DEADLINE_S / 2
 
 
 if __name__ == "__main__":
-    take_part(sys.argv[1], int(sys.argv[2]), bool(int(sys.argv[3])))
+    be_host(sys.argv[1], *map(int, sys.argv[2:]))
