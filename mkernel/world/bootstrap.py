@@ -111,8 +111,18 @@ class Bootstrap:
 
     def publish_first(self, key: str, value: Any) -> Any:
         """Set ``key`` unless it is set, and return what it holds now. PeerFailure, Untrusted."""
-        sealed: Any = self._seal(key, value)
-        return self._open(key, self._request(lambda store: store.compare_set(key, "", sealed)))
+        return self.replace(key, None, value)
+
+    def replace(self, key: str, known: Any | None, value: Any) -> Any | None:
+        """Set ``key`` where it holds ``known`` (None: it is not set), and return what it holds now:
+        ``value``, what another rank has set, or None where ``known`` was deleted. PeerFailure,
+        Untrusted."""
+        old: Any = "" if known is None else self._seal(key, known)
+        new: Any = self._seal(key, value)
+        found = self._request(lambda store: store.compare_set(key, old, new))
+        return (
+            None if found == old else self._open(key, found)
+        )  # of a key that is not set it says so
 
     def peek(self, key: str) -> Any | None:
         """Return the value of ``key`` or None where it is not set. Does not wait. PeerFailure,

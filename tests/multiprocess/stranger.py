@@ -263,9 +263,9 @@ def looked_around() -> None:
     """Return when the watchdog has looked at every message of its own a few times more."""
     watchdog = mkernel.world()._failure._watchdog
     assert watchdog is not None
-    goal = watchdog._beat + 5
+    goal = watchdog._heartbeat.beat + 5
     deadline = time.monotonic() + PATIENCE_S
-    while watchdog._beat < goal and watchdog._thread.is_alive():
+    while watchdog._heartbeat.beat < goal and watchdog._thread.is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

@@ -61,7 +61,7 @@ def fail_unseen() -> None:
         raise KeyError("planted failure")
 
     def look(self: Watchdog, dead: list[int]) -> None:
-        self._has_left(0)
+        self.left([0])
 
     Watchdog._look = look  # type: ignore[method-assign, assignment]
     mkernel.world().barrier()

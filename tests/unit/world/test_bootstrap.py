@@ -31,6 +31,16 @@ def test_first_writer_wins(store: HashStore) -> None:
     assert other.publish_first("abort", {"rank": 2}) == {"rank": 1}
 
 
+def test_a_value_is_replaced_by_who_knows_it(store: HashStore) -> None:
+    one, other = Bootstrap(store, b"s"), Bootstrap(store, b"s")
+    assert one.replace("key", None, [1]) == [1]
+    assert other.replace("key", [0], [2]) == [1]
+    assert other.replace("key", [1], [2]) == [2]
+    one.forget("key")
+    assert one.replace("key", [2], [3]) is None
+    assert one.peek("key") is None
+
+
 def test_collect_waits_for_all(store: HashStore) -> None:
     bootstrap = Bootstrap(store)
     bootstrap.publish("x/0", "zero")
