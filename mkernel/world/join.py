@@ -162,7 +162,7 @@ class Membership:
             finally:  # of a thread that does not end: it may still write there
                 for engine, still in zip(newest_first, quiet, strict=True):
                     engine.free(quiet=still and closed and ended)
-                self.session = None
+                self.session = self._table = None
                 self.__dict__.pop("group_store", None)
                 self._failure.close()
 

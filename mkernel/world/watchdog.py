@@ -276,13 +276,9 @@ class Watchdog:
         Args:
             fresh: ask the store for those of other nodes, which is done once a heartbeat otherwise.
         """
-        size, found, rows = self._node_size, {}, {}
-        for rank in ranks:
-            node = rank // size
-            if node not in rows:
-                rows[node] = self._table.row() if node == self._node else self._row(node, fresh)
-            found[rank] = rows[node][rank % size]
-        return found
+        wanted, size = [*ranks], self._node_size
+        rows = self._rows_of({rank // size for rank in wanted}, fresh=fresh)
+        return {rank: rows[rank // size][rank % size] for rank in wanted}
 
     def left(self, ranks: Iterable[int], *, fresh: bool = False) -> set[int]:
         """Return those of the ranks that have left the world on purpose. As :meth:`heartbeats`."""
@@ -322,21 +318,24 @@ class Watchdog:
                 raise deleted(self._node)
             self._published = next_row(self._node, known, told)
 
-    def _row(self, node: int, fresh: bool) -> Row:
-        """Return the latest heartbeats of another node."""
+    def _rows_of(self, nodes: Iterable[int], *, fresh: bool) -> dict[int, Row]:
+        """Return the latest heartbeats of nodes. ``fresh``: as :meth:`heartbeats` has it."""
         with self._reading:
-            row, read = self._rows.get(node, (unreported(self._node_size), -math.inf))
-            now = time.monotonic()
-            ended = all(heartbeat.left for heartbeat in row)
-            if ended or (not fresh and now - read < self._heartbeat_s):
-                return row
-            told = self._bootstrap.peek(f"heartbeats/{node}")
-            if told is not None:
-                row = next_row(node, row, told)
-            elif reported(row):
-                raise deleted(node)
-            self._rows[node] = (row, now)
-            return row
+            now, rows, due = time.monotonic(), {}, {}
+            for node in nodes:
+                row, read = self._rows.get(node, (unreported(self._node_size), -math.inf))
+                rows[node] = self._table.row() if node == self._node else row
+                ended = node == self._node or all(heartbeat.left for heartbeat in row)
+                if not ended and (fresh or now - read >= self._heartbeat_s):
+                    due[node] = f"heartbeats/{node}"
+            told = self._bootstrap.peek_all([*due.values()]) if due else {}
+            for node, key in due.items():
+                if key in told:
+                    rows[node] = next_row(node, rows[node], told[key])
+                elif reported(rows[node]):
+                    raise deleted(node)
+                self._rows[node] = (rows[node], now)
+            return rows
 
     def _run(self) -> None:
         try:
@@ -437,7 +436,7 @@ class Watchdog:
     def _next_node(self) -> dict[int, Heartbeat]:
         """Return the heartbeats of the next node of the ring that has not left."""
         for node in (*range(self._node + 1, self._nodes), *range(self._node)):
-            row = self._row(node, fresh=True)
+            row = self._rows_of([node], fresh=True)[node]
             if not all(heartbeat.left for heartbeat in row):
                 return dict(enumerate(row, start=node * self._node_size))
         return {}

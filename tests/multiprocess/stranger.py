@@ -289,6 +289,10 @@ def met(port: int, victim: int, name: str, deed: Deed, *arguments: Any) -> Itera
             done.get(f"answer/{victim}/1")
         return peek(self, key)
 
+    def each_peeked(self: Bootstrap, keys: list[str]) -> dict[str, Any]:
+        told = {each: self.peek(each) for each in keys}
+        return {each: value for each, value in told.items() if value is not None}
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bootstrap, "publish", published)
         patch.setattr(Bootstrap, "peek", peeked)
