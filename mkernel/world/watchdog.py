@@ -192,9 +192,7 @@ class Watchdog:
         self.behind_s = _BEHIND_HEARTBEATS * heartbeat_s
         self._published = unreported(self._node_size)
         self._rows: dict[int, tuple[Row, float]] = {}  # by node; and when they were read
-        self._reading = (
-            threading.Lock()
-        )  # a row that was read earlier is not compared with a later one
+        self._reading = threading.Lock()  # rows are compared in the order in which they are read
         self._last: dict[int, tuple[int, float]] = {}
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = threading.Event()
@@ -251,9 +249,7 @@ class Watchdog:
         """Report that this rank leaves, which its node's speaker may no longer be there to publish."""
         self._said_left = True
         self._report(left=True)
-        with contextlib.suppress(
-            PeerFailure, Untrusted
-        ):  # the world ends here, and others watch on
+        with contextlib.suppress(PeerFailure, Untrusted):  # others of this node watch on
             self._publish()
 
     def _exiting(self) -> None:
@@ -318,8 +314,10 @@ class Watchdog:
                 raise deleted(self._node)
             self._published = next_row(self._node, known, told)
 
-    def _rows_of(self, nodes: Iterable[int], *, fresh: bool) -> dict[int, Row]:
+    def _rows_of(self, nodes: set[int], *, fresh: bool) -> dict[int, Row]:
         """Return the latest heartbeats of nodes. ``fresh``: as :meth:`heartbeats` has it."""
+        if nodes == {self._node}:  # without the store, which may not answer another thread
+            return {self._node: self._table.row()}
         with self._reading:
             now, rows, due = time.monotonic(), {}, {}
             for node in nodes:
@@ -328,7 +326,7 @@ class Watchdog:
                 ended = node == self._node or all(heartbeat.left for heartbeat in row)
                 if not ended and (fresh or now - read >= self._heartbeat_s):
                     due[node] = f"heartbeats/{node}"
-            told = self._bootstrap.peek_all([*due.values()]) if due else {}
+            told = self._bootstrap.peek_all([*due.values()])
             for node, key in due.items():
                 if key in told:
                     rows[node] = next_row(node, rows[node], told[key])
@@ -436,7 +434,7 @@ class Watchdog:
     def _next_node(self) -> dict[int, Heartbeat]:
         """Return the heartbeats of the next node of the ring that has not left."""
         for node in (*range(self._node + 1, self._nodes), *range(self._node)):
-            row = self._rows_of([node], fresh=True)[node]
+            row = self._rows_of({node}, fresh=True)[node]
             if not all(heartbeat.left for heartbeat in row):
                 return dict(enumerate(row, start=node * self._node_size))
         return {}

@@ -36,7 +36,7 @@ def table(ranks: int = 1) -> HeartbeatTable:
 
 
 class Counted(Bootstrap):
-    """Counts the requests that reach the store."""
+    """Counts how often it asks the store."""
 
     requests = 0
 
@@ -350,6 +350,37 @@ def test_who_hears_of_a_failure_tells_the_ranks_of_its_node(
     assert not world.table.failed
     world.watchdog._run()
     assert world.table.failed
+
+
+def test_who_tells_of_a_failure_marks_it(second: World) -> None:
+    assert not second.table.failed
+    second.watchdog.raise_alarm(Notice("Timeout", 1, "waited for rank 3", {}))
+    assert second.table.failed
+
+
+def test_who_waits_for_other_nodes_asks_once_a_heartbeat(second: World) -> None:
+    """It looks every few ms whether they have left."""
+    second.report(2, 3)
+    before = second.bootstrap.requests
+    for asked in (1, 2):
+        for _ in range(10):
+            assert second.watchdog.left({2, 3}) == set()
+        assert second.bootstrap.requests - before == asked
+        second.now += HEARTBEAT_S
+    for _ in range(10):
+        assert second.watchdog.left({0, 1}) == set()
+    assert second.bootstrap.requests - before == 2
+
+
+def test_a_process_that_ends_may_have_left_just_before(world: World) -> None:
+    """It is on this host, and of another node."""
+    world.report(2, 3)
+    assert world.look() is None
+    world.report(2, left=True)
+    assert world.watchdog._look([2]) is None
+    told = world.watchdog._look([3])
+    assert told is not None
+    assert told.rank == 3
 
 
 def test_another_ranks_look_counts_for_a_node(second: World) -> None:
