@@ -44,8 +44,24 @@ class Heartbeat:
     busy_with: str = ""
 
 
+_NONE = Heartbeat()
 Row = tuple[Heartbeat, ...]
 """The heartbeats of a node, by local rank."""
+
+
+def unreported(ranks: int) -> Row:
+    """Return the row of a node of so many ranks, none of which has reported yet."""
+    return (_NONE,) * ranks
+
+
+def reported(row: Row) -> bool:
+    """Return whether a rank of a row has reported."""
+    return any(heartbeat.beat for heartbeat in row)
+
+
+def newest(one: Row, other: Row) -> Row:
+    """Return the newer heartbeat of each rank."""
+    return tuple(max(pair, key=lambda each: each.beat) for pair in zip(one, other, strict=True))
 
 
 def row_to_json(row: Row) -> list[tuple[Any, ...]]:
@@ -59,39 +75,28 @@ def next_row(node: int, latest: Row, told: Any) -> Row:
     Raises:
         Untrusted: no rank writes that, or it is older than ``latest``.
     """
-    row = _row_from_json(node, told)
-    first = node * len(latest)
-    if len(row) != len(latest):
-        raise Untrusted(f"{len(row)} heartbeats of node {node}, which has {len(latest)} ranks")
-    for rank, (heartbeat, known) in enumerate(zip(row, latest, strict=True), start=first):
-        if heartbeat.beat < known.beat:
+    types = [type(value) for value in astuple(_NONE)]
+    try:
+        if len(told) != len(latest):
+            raise TypeError(f"{len(told)} heartbeats of {len(latest)} ranks")
+        for each in told:
+            if [type(value) for value in each] != types:
+                raise TypeError(f"{each!r:.200}")
+    except TypeError as error:
+        raise Untrusted(f"heartbeats of node {node} that no rank writes: {error}") from error
+    row = tuple(Heartbeat(*each) for each in told)
+    for rank, heartbeat in enumerate(row):
+        if heartbeat.beat < latest[rank].beat:
             raise Untrusted(
-                f"heartbeat {heartbeat.beat} of rank {rank} was put in the place of its heartbeat "
-                f"{known.beat}; {_KEEP_OUT}"
+                f"heartbeat {heartbeat.beat} of rank {node * len(row) + rank} was put in the place of "
+                f"its heartbeat {latest[rank].beat}; {_KEEP_OUT}"
             )
     return row
 
 
 def deleted(node: int) -> Untrusted:
-    """Return the error that says that a node's row was deleted."""
+    """Return the error of a node's row that was deleted."""
     return Untrusted(f"the heartbeats of node {node} were deleted; {_KEEP_OUT}")
-
-
-def _row_from_json(node: int, told: Any) -> Row:
-    try:
-        row = tuple(Heartbeat(*each) for each in told)
-        for heartbeat, each in zip(row, told, strict=True):
-            if len(each) != len(vars(_NONE)):
-                raise TypeError(f"{len(each)} fields")
-            for name, value in vars(heartbeat).items():
-                if type(value) is not type(getattr(_NONE, name)):
-                    raise TypeError(f"{name} {value!r:.100}")
-        return row
-    except TypeError as error:
-        raise Untrusted(f"heartbeats of node {node} that no rank writes: {error}") from error
-
-
-_NONE = Heartbeat()
 
 
 class Report(NamedTuple):
@@ -181,18 +186,3 @@ class HeartbeatTable:
 def shown(name: str) -> str:
     """Return the part of a world's name that fits a heartbeat."""
     return name[:_MOST_NAME]
-
-
-def newest(one: Row, other: Row) -> Row:
-    """Return the newer heartbeat of each rank."""
-    return tuple(max(pair, key=lambda each: each.beat) for pair in zip(one, other, strict=True))
-
-
-def unreported(ranks: int) -> Row:
-    """Return the row of a node of so many ranks, none of which has reported yet."""
-    return (_NONE,) * ranks
-
-
-def reported(row: Row) -> bool:
-    """Return whether a rank of a row has reported."""
-    return any(heartbeat.beat for heartbeat in row)

@@ -259,7 +259,7 @@ class Membership:
         """Return the table of this rank's node, which the node's first rank has made.
 
         Raises:
-            PeerFailure: that rank is gone.
+            PeerFailure: that rank is gone. OSError: its memory cannot be mapped.
         """
         if self._table is None:
             ranks = self._node_ranks
@@ -267,7 +267,9 @@ class Membership:
                 self._table = HeartbeatTable.attach(self._exported_table, ranks)
             except OSError as error:
                 self._failure.look_for_abort()  # a rank that has failed takes its memory along
-                raise gone_before_mapped(ranks[0], error) from error
+                if isinstance(error, FileNotFoundError | ProcessLookupError):
+                    raise gone_before_mapped(ranks[0], error) from error
+                raise
             self._undo.callback(self._table.close)
         return self._table
 
