@@ -296,6 +296,7 @@ def met(port: int, victim: int, name: str, deed: Deed, *arguments: Any) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bootstrap, "publish", published)
         patch.setattr(Bootstrap, "peek", peeked)
+        patch.setattr(Bootstrap, "peek_all", each_peeked)
         yield
 
 
