@@ -13,7 +13,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.backends.contracts.memory import SymmetricMemory
 
@@ -59,6 +59,9 @@ class HostMemory(SymmetricMemory):
     inode.
     """
 
+    NAME: ClassVar = "mkernel"
+    """Begins the file's name, which /proc shows; the process that owns it follows."""
+
     def __init__(self, fd: int, nbytes: int, cookie: bytes, *, owner: bool) -> None:
         """Map ``fd``, which this object owns from now on."""
         self.nbytes = nbytes
@@ -80,7 +83,7 @@ class HostMemory(SymmetricMemory):
         if nbytes < 1:
             raise ValueError(f"nbytes = {nbytes} is not legal; expected at least 1")
         cookie = secrets.token_bytes(_COOKIE_BYTES)
-        fd = os.memfd_create(f"mkernel-{os.getpid()}", os.MFD_CLOEXEC)  # /proc says whose it is
+        fd = os.memfd_create(f"{cls.NAME}-{os.getpid()}", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, page_up(nbytes + _COOKIE_BYTES))
             os.pwrite(fd, cookie, nbytes)

@@ -112,11 +112,17 @@ class Report(NamedTuple):
     looked: float = -math.inf
 
 
+class _TableMemory(HostMemory):
+    NAME = "mkernel-heartbeats"
+
+
 class HeartbeatTable:
     """The table of a node's heartbeats: a slot a rank, which that rank alone writes, and a mark that
     the world has failed.
 
-    A report that is read while it is written does not fit its checksum; then the one before counts.
+    A report that is read while it is written does not fit its checksum; then the one before counts. A
+    rank that was stopped may still write here when the others have given the world up: nothing else
+    ever lies in this memory.
     """
 
     def __init__(self, memory: HostMemory, ranks: range) -> None:
@@ -130,7 +136,7 @@ class HeartbeatTable:
     @classmethod
     def create(cls, ranks: range) -> HeartbeatTable:
         """Make the table of these ranks. OSError: memory is short."""
-        return cls(HostMemory.create(_HEADER_BYTES + len(ranks) * _SLOT_BYTES), ranks)
+        return cls(_TableMemory.create(_HEADER_BYTES + len(ranks) * _SLOT_BYTES), ranks)
 
     @classmethod
     def attach(cls, descriptor: dict[str, Any], ranks: range) -> HeartbeatTable:
