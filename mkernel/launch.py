@@ -52,7 +52,8 @@ _DESCRIPTORS, _DESCRIPTORS_A_RANK = 14, 5
 """The descriptors that a launcher opens for the store and the fork server, and for each rank. If
 none is left, the store's thread that accepts connections ends the process."""
 _GRACE_S = 5.0
-"""Seconds beyond a heartbeat that the other ranks get after the first failure to report theirs."""
+"""Seconds beyond two heartbeats, in which all ranks hear of a failure, that they get to report theirs
+after the first."""
 
 
 class RankTraceback(Exception):

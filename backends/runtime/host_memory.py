@@ -13,7 +13,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mkernel.backends.contracts.memory import SymmetricMemory
 
@@ -59,6 +59,9 @@ class HostMemory(SymmetricMemory):
     inode.
     """
 
+    NAME: ClassVar = "mkernel"
+    """Begins the file's name, which /proc shows; the process that owns it follows."""
+
     def __init__(self, fd: int, nbytes: int, cookie: bytes, *, owner: bool) -> None:
         """Map ``fd``, which this object owns from now on."""
         self.nbytes = nbytes
@@ -80,7 +83,7 @@ class HostMemory(SymmetricMemory):
         if nbytes < 1:
             raise ValueError(f"nbytes = {nbytes} is not legal; expected at least 1")
         cookie = secrets.token_bytes(_COOKIE_BYTES)
-        fd = os.memfd_create(f"mkernel-{os.getpid()}", os.MFD_CLOEXEC)  # /proc says whose it is
+        fd = os.memfd_create(f"{cls.NAME}-{os.getpid()}", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, page_up(nbytes + _COOKIE_BYTES))
             os.pwrite(fd, cookie, nbytes)
@@ -132,26 +135,30 @@ class HostMemory(SymmetricMemory):
             "cookie": self._cookie.hex(),
         }
 
+    def view(self) -> memoryview:
+        """Return all bytes. The view holds the map, also after ``close``. ValueError: it was closed."""
+        if self._map is None:
+            raise ValueError("this memory was closed")
+        return memoryview(self._map)[: self.nbytes]
+
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a row-major tensor over the bytes from ``offset`` on. ValueError if it does not
         fit."""
-        if self._map is None:
-            raise ValueError("this memory was closed")
-        count = math.prod(shape)
+        view, count = self.view(), math.prod(shape)
         check_fit(self.nbytes, offset, count, dtype)
         import torch  # not at the top: who only plans does without
 
         # The view holds the map; torch holds only what it is given.
-        flat = torch.frombuffer(memoryview(self._map), dtype=dtype, count=count, offset=offset)
+        flat = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
         return flat.view(*shape)
 
     def close(self) -> None:
-        """Unmap, or leave it to the last tensor of the memory to unmap. Calling it twice is
+        """Unmap, or leave it to the last tensor or view of the memory to unmap. Calling it twice is
         harmless."""
         mapped, self._map = self._map, None
         if mapped is None:
             return
-        with contextlib.suppress(BufferError):  # a tensor holds the map
+        with contextlib.suppress(BufferError):  # a tensor or a view holds the map
             mapped.close()
         os.close(self._fd)
 

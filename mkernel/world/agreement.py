@@ -322,11 +322,10 @@ class Agreement:
 
         def check(missing: set[int]) -> None:
             self._failure.check_peers(missing)
-            for rank in sorted(missing):  # not here: is it in the same call with another plan?
-                told = self._exchange.peek(f"heartbeat/{rank}")
-                number = self._failure.call[0]
-                if told and told["call"] == number and told["plan"] not in ("", key):
-                    raise self._refused(rank, (key, told["plan"]), call)
+            # Who is not here: is it in the same call with another plan?
+            for rank, told in self._failure.heartbeats(sorted(missing)).items():
+                if told.call == self._failure.call[0] and told.plan not in ("", key):
+                    raise self._refused(rank, (key, told.plan), call)
 
         keys = self._keys(key, check)
         # Whoever is in this agreement has read what was said in the last one.

@@ -111,14 +111,38 @@ class Bootstrap:
 
     def publish_first(self, key: str, value: Any) -> Any:
         """Set ``key`` unless it is set, and return what it holds now. PeerFailure, Untrusted."""
-        sealed: Any = self._seal(key, value)
-        return self._open(key, self._request(lambda store: store.compare_set(key, "", sealed)))
+        return self.replace(key, None, value)
+
+    def replace(self, key: str, known: Any | None, value: Any) -> Any | None:
+        """Set ``key`` where it holds ``known`` (None: it is not set), and return what it holds now:
+        ``value``, what another rank has set, or None where ``known`` was deleted. PeerFailure,
+        Untrusted."""
+        old: Any = "" if known is None else self._seal(key, known)
+        new: Any = self._seal(key, value)
+        found = self._request(lambda store: store.compare_set(key, old, new))
+        return (
+            None if found == old else self._open(key, found)
+        )  # of a key that is not set it says so
 
     def peek(self, key: str) -> Any | None:
         """Return the value of ``key`` or None where it is not set. Does not wait. PeerFailure,
         Untrusted."""
         sealed = self._request(lambda store: store.get(key) if store.check([key]) else None)
         return None if sealed is None else self._open(key, sealed)
+
+    def peek_all(self, keys: list[str]) -> dict[str, Any]:
+        """Return the values of those of the keys that are set. Does not wait. Two requests do where all
+        are set, if the store takes several keys at once. PeerFailure, Untrusted."""
+
+        def ask(store: Any) -> list[bytes] | None:  # torch's annotations lack has_extended_api
+            several = store.has_extended_api() and store.check(keys)
+            return store.multi_get(keys) if several else None
+
+        sealed = self._request(ask) if len(keys) > 1 else None
+        if sealed is not None:
+            return {key: self._open(key, each) for key, each in zip(keys, sealed, strict=True)}
+        told = {key: self.peek(key) for key in keys}
+        return {key: value for key, value in told.items() if value is not None}
 
     def forget(self, key: str) -> None:
         """Delete ``key``, if it is set. PeerFailure."""
@@ -143,8 +167,8 @@ class Bootstrap:
         """
 
         def look(missing: set[_Name]) -> dict[_Name, Any]:
-            told = {rank: self.peek(f"{key}/{rank}") for rank in sorted(missing)}
-            return {rank: value for rank, value in told.items() if value is not None}
+            names: dict[str, _Name] = {f"{key}/{rank}": rank for rank in sorted(missing)}
+            return {names[each]: value for each, value in self.peek_all([*names]).items()}
 
         return wait_for(look, ranks, timeout_s, check, late.replace("{key!r}", repr(key)))
 

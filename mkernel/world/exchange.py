@@ -30,10 +30,6 @@ class Exchange:
         """Set ``key`` to a JSON-safe value."""
         self._bootstrap.publish(key, value)
 
-    def peek(self, key: str) -> Any | None:
-        """Return the value of ``key`` or None where it is not set. Does not wait. Untrusted."""
-        return self._bootstrap.peek(key)
-
     def collect(
         self,
         key: str,

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -23,8 +23,9 @@ from mkernel.backends.contracts.nic import NicSession
 from mkernel.backends.transport import _transport
 from mkernel.errors import Diagnosis, MkernelError, PeerFailure, Timeout, WorldError
 from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.heartbeats import Heartbeat, HeartbeatTable
 from mkernel.world.join_deadline import JoinDeadline
-from mkernel.world.watchdog import Notice, Peer, Watchdog
+from mkernel.world.watchdog import Notice, Peer, Status, Watchdog
 
 _ATTRIBUTION_S = 1.0
 """Seconds for which a failed rank waits to learn the first cause: a dead peer shows up as a NIC error
@@ -99,12 +100,13 @@ class FailureMonitor:
         joining = self.joining
         return self.timeout_s if joining is None else joining.wait_s(self.timeout_s)
 
-    def watch(self, peers: Mapping[int, Peer], heartbeat_s: float) -> None:
-        """Start the watchdog."""
+    def watch(self, peers: Mapping[int, Peer], table: HeartbeatTable, heartbeat_s: float) -> None:
+        """Start the watchdog. ``table``: of this rank's node."""
         self._watchdog = Watchdog(
             self._alarm,
             self.rank,
             peers,
+            table,
             heartbeat_s,
             self._status,
             self._own_notice,
@@ -184,14 +186,23 @@ class FailureMonitor:
             self.look_for_abort()
             return
         self.raise_if_broken()
-        gone = sorted(missing & self._watchdog.left())
+        heartbeats = self.heartbeats(missing)
+        gone = sorted(rank for rank, heartbeat in heartbeats.items() if heartbeat.left)
         if gone:
             self.look_for_abort()  # a rank that fails says so before it leaves
             raise PeerFailure(f"rank {gone[0]} has left the world; it cannot take part", gone[0])
 
-    def _status(self) -> dict[str, Any]:
-        number, key = self.call
-        return {"call": number, "plan": key, "elsewhere": self.elsewhere()}
+    def heartbeats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
+        """Return the latest heartbeats of these ranks; nothing while nobody watches. PeerFailure,
+        Untrusted."""
+        try:
+            return self._watchdog.heartbeats(ranks) if self._watchdog else {}
+        except WorldError as error:
+            self.tell(error)
+            raise
+
+    def _status(self) -> Status:
+        return (*self.call, self.elsewhere())
 
     # ---- what is raised ------------------------------------------------------------------------
 
@@ -335,20 +346,21 @@ class FailureMonitor:
     def who_is_behind(self) -> str:
         """Describe the first rank that has not reached this call, and the other world that keeps it
         busy; empty where there is none. The rank that is waited for may itself wait for another."""
-        call = self.call[0]
-        for rank in range(self.size):
-            with contextlib.suppress(MkernelError):
-                told = self._alarm.peek(f"heartbeat/{rank}") if rank != self.rank else None
-                if told is None or told["call"] >= call:
-                    continue
-                other = self._watchdog.busy_with(rank, call) if self._watchdog else ""
-                if other:
-                    return (
-                        f"Rank {rank} was busy with world {other!r}: ranks that share several worlds "
-                        "make and call them in one order. "
-                    )
-                call = told["call"]
-                return f"Rank {rank} " + (
-                    f"is still in call {call}. " if call else "has made no call yet. "
+        call, found = self.call[0], {}
+        if self._watchdog is not None:
+            with contextlib.suppress(WorldError):  # another error is about to be raised
+                found = self._watchdog.heartbeats(range(self.size))
+        for rank, heartbeat in found.items():
+            if rank == self.rank or not heartbeat.beat or heartbeat.call >= call:
+                continue
+            if heartbeat.busy_with and heartbeat.busy_call < call:
+                return (
+                    f"Rank {rank} was busy with world {heartbeat.busy_with!r}: ranks that share "
+                    "several worlds make and call them in one order. "
                 )
+            return f"Rank {rank} " + (
+                f"is still in call {heartbeat.call}. "
+                if heartbeat.call
+                else "has made no call yet. "
+            )
         return ""

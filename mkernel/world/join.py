@@ -31,7 +31,9 @@ from mkernel.world.engine import Engine
 from mkernel.world.environment import Chosen
 from mkernel.world.exchange import Exchange
 from mkernel.world.failure import FailureMonitor
+from mkernel.world.heartbeats import HeartbeatTable
 from mkernel.world.identity import Backends, Identity
+from mkernel.world.memory import gone_before_mapped
 from mkernel.world.process_group import GroupStore, group_store
 from mkernel.world.watchdog import Peer, host_identity
 
@@ -85,6 +87,7 @@ class Membership:
         )  # by id, which no other has meanwhile
         self._regions = itertools.count()
         self.engines: dict[str, Engine] = {}
+        self._table: HeartbeatTable | None = None
 
     @property
     def engine(self) -> Engine:
@@ -114,7 +117,7 @@ class Membership:
         peers = self._meet()
         self._one_host = len({peer.host for peer in peers.values()}) == 1
         self._check_hosts(peers)
-        self._failure.watch(peers, self._settings.heartbeat_s)
+        self._failure.watch(peers, self._heartbeat_table(), self._settings.heartbeat_s)
 
         own = self._backends
         machine.usable_accelerator(own.accelerator)
@@ -159,7 +162,7 @@ class Membership:
             finally:  # of a thread that does not end: it may still write there
                 for engine, still in zip(newest_first, quiet, strict=True):
                     engine.free(quiet=still and closed and ended)
-                self.session = None
+                self.session = self._table = None
                 self.__dict__.pop("group_store", None)
                 self._failure.close()
 
@@ -215,12 +218,16 @@ class Membership:
             "nic_settings": self._settings.nic_settings.model_dump(include=PLANNED_SETTINGS),
         }
         rank = self._me.rank
+        if self._me.local_rank == 0:
+            self._table = HeartbeatTable.create(self._node_ranks)
+            self._undo.callback(self._table.close)
         self._exchange.publish(
             f"hello/{rank}",
             {
                 "host": host_identity(),
                 "pid": os.getpid(),
                 "device": self._own_device(),
+                "heartbeats": None if self._table is None else self._table.export(),
                 "world": world,
             },
         )
@@ -239,7 +246,32 @@ class Membership:
                     (rank, other), found[0], (found[1], found[2]), _SAME_ON_ALL_RANKS
                 )
         self._devices = {other: told.get("device") for other, told in hellos.items()}
+        self._exported_table = hellos[self._node_ranks[0]].get("heartbeats")
         return peers
+
+    @property
+    def _node_ranks(self) -> range:
+        """Return the ranks of this rank's node."""
+        each = self._me.ranks_per_node
+        return range(self._me.node * each, (self._me.node + 1) * each)
+
+    def _heartbeat_table(self) -> HeartbeatTable:
+        """Return the table of this rank's node, which the node's first rank has made.
+
+        Raises:
+            PeerFailure: that rank is gone. OSError: its memory cannot be mapped.
+        """
+        if self._table is None:
+            ranks = self._node_ranks
+            try:
+                self._table = HeartbeatTable.attach(self._exported_table, ranks)
+            except OSError as error:
+                self._failure.look_for_abort()  # a rank that has failed takes its memory along
+                if isinstance(error, FileNotFoundError | ProcessLookupError):
+                    raise gone_before_mapped(ranks[0], error) from error
+                raise
+            self._undo.callback(self._table.close)
+        return self._table
 
     def _own_device(self) -> tuple[str | None, int] | None:
         if self._device is None or self._settings.pinning.accelerators:

@@ -94,11 +94,7 @@ def allocate(
             try:
                 peers[peer] = source.attach(told[peer])
             except (FileNotFoundError, ProcessLookupError) as error:  # before the watchdog saw it
-                text = (
-                    f"rank {peer} died, or ended its world, before its memory was mapped ({error}); "
-                    "look at its own output"
-                )
-                raise PeerFailure(text, peer) from error
+                raise gone_before_mapped(peer, error) from error
             undo.callback(peers[peer].close)
         if session is not None:
             keys = exchange.collect(f"region/{region}/nic", far)
@@ -111,6 +107,15 @@ def allocate(
     for which in ("nic", f"node{own}"):  # all have read them
         exchange.forget(f"region/{region}/{which}/{rank}")
     return SymmetricBuffer(region, nbytes, local, peers)
+
+
+def gone_before_mapped(peer: int, error: OSError) -> PeerFailure:
+    """Return the error of a rank whose memory can no longer be mapped."""
+    text = (
+        f"rank {peer} died, or ended its world, before its memory was mapped ({error}); look at its "
+        "own output"
+    )
+    return PeerFailure(text, peer)
 
 
 def _register(session: NicSession, region: int, memory: SymmetricMemory, nbytes: int) -> str:

@@ -50,8 +50,7 @@ class GroupStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Publish a value."""
-        raw = value.encode() if isinstance(value, str) else value
-        self._bootstrap.publish(_name(key), base64.b64encode(raw).decode())
+        self._bootstrap.publish(_name(key), _encoded(value))
 
     def get(self, key: str) -> bytes:
         """Wait for a key, and return its value. Timeout, Untrusted, what ``check`` raises."""
@@ -76,13 +75,11 @@ class GroupStore(Store):
             self._least_s = 0.0
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Publish ``desired`` unless the key has a value, and return the value that it has now.
-        Unsupported: ``expected`` is not empty. Untrusted."""
-        if expected:
-            raise Unsupported(f"key {key!r}: only a key without a value can be compared and set")
-        raw = desired.encode() if isinstance(desired, str) else desired
-        told = self._bootstrap.publish_first(_name(key), base64.b64encode(raw).decode())
-        return base64.b64decode(told)
+        """Publish ``desired`` if the key has the value ``expected`` (empty: none), and return the value
+        that it has now; ``expected`` where it has none. Untrusted."""
+        known = _encoded(expected)
+        told = self._bootstrap.replace(_name(key), known or None, _encoded(desired))
+        return base64.b64decode(known if told is None else told)
 
     def delete_key(self, key: str) -> bool:
         """Delete a key, if it is there."""
@@ -128,6 +125,11 @@ def innermost(store: Store) -> Store:
 
 def _name(key: str) -> str:
     return f"group/{key}"
+
+
+def _encoded(value: str | bytes) -> str:
+    """Return a value as JSON can hold it."""
+    return base64.b64encode(value.encode() if isinstance(value, str) else value).decode()
 
 
 _DESCRIPTORS = 6

@@ -1,21 +1,25 @@
 """The watchdog sees which ranks live and which failed: one thread a rank, beside the data path.
 
-Each rank reports a heartbeat (with the call it is in) and looks for three things: an abort notice,
-the death of a process on this host (pidfd, at once), the silence of a rank on another host. The
-first notice in a world wins and every rank raises that kind of error.
+Each rank reports a heartbeat (with the call it is in) on the table of its node, in shared memory, and
+learns of the death of a process on this host at once (pidfd). One rank of a node, the *speaker*, asks
+the store for its node: it publishes the node's heartbeats as one message, looks for an abort notice,
+which it marks on the table, and watches the heartbeats of the next node, so that the nodes form a
+ring. So requests a second grow with the nodes alone. The first notice in a world wins and every rank
+raises that kind of error.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import select
 import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -30,12 +34,28 @@ from mkernel.errors import (
     WorldError,
 )
 from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.heartbeats import (
+    Heartbeat,
+    HeartbeatTable,
+    Report,
+    Row,
+    deleted,
+    newest,
+    next_row,
+    reported,
+    row_to_json,
+    shown,
+    unreported,
+)
 
 NoticeKind = Literal["PeerFailure", "Timeout", "NicError", "Cancelled", "Untrusted"]
 
 _BEHIND_HEARTBEATS = 3
 _SILENCE_HEARTBEATS = 50
 """A rank on another host that has not reported for this many heartbeats counts as lost."""
+Status = tuple[int, str, str]
+"""The number and key of a rank's latest call, and the other world that keeps it busy; empty: none
+does."""
 
 
 def host_identity() -> str:
@@ -129,14 +149,16 @@ class Watchdog:
     """The watchdog of one rank, which runs until ``stop``.
 
     Attributes:
-        looked: when somebody last began to look for an abort notice and found none, on the clock of
-            ``time.monotonic`` (CLOCK_MONOTONIC). Native code reads it before each call that it starts.
+        looked: when a rank of this node last began to look for an abort notice and found none, on the
+            clock of ``time.monotonic`` (CLOCK_MONOTONIC). Native code reads it before each call that it
+            starts.
         behind_s: a look that is older has missed some heartbeats.
 
     Args:
         bootstrap: a client of its own, so that no other request delays it.
+        table: of this rank's node; all nodes have as many ranks.
         on_notice: called once, on the watchdog's thread.
-        status: returns what the heartbeat carries (JSON-safe).
+        status: returns what the heartbeat carries.
         own_failure: returns the notice of a failure that this rank's kernels or NIC have recorded,
             or None. It is told to the others once it has stood for a heartbeat: a dead peer shows
             up as one too, and its death is the better word.
@@ -147,33 +169,38 @@ class Watchdog:
         bootstrap: Bootstrap,
         rank: int,
         peers: Mapping[int, Peer],
+        table: HeartbeatTable,
         heartbeat_s: float,
-        status: Callable[[], dict[str, Any]],
+        status: Callable[[], Status],
         own_failure: Callable[[], Notice | None],
         on_notice: Callable[[Notice], None],
     ) -> None:
         self._bootstrap = bootstrap
         self._rank = rank
         self._peers = {r: p for r, p in peers.items() if r != rank}
+        self._hosts = {r: p.host for r, p in peers.items()}
+        self._table = table
+        self._node_size = len(table.ranks)
+        self._node, self._nodes = rank // self._node_size, len(peers) // self._node_size
         self._heartbeat_s = heartbeat_s
         self._status = status
         self._own_failure = own_failure
         self._suspicious = False
         self._on_notice = on_notice
-        self._beat = 0
-        self.looked = 0.0
+        self._heartbeat = Heartbeat()
+        self._asked, self.looked = -math.inf, 0.0
         self.behind_s = _BEHIND_HEARTBEATS * heartbeat_s
+        self._published = unreported(self._node_size)
+        self._rows: dict[int, tuple[Row, float]] = {}  # by node; and when they were read
+        self._reading = threading.Lock()  # rows are compared in the order in which they are read
         self._last: dict[int, tuple[int, float]] = {}
-        self._left: set[int] = set()
-        self._elsewhere: dict[int, tuple[int, str]] = {}
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = threading.Event()
         self._stopped = self._said_left = False
         self._pidfds: dict[int, int] = {}  # fd → rank
         self._dead: list[int] = []  # before anybody could watch them
-        host = peers[rank].host
         for peer in self._peers.values():
-            if peer.host == host:
+            if peer.host == self._hosts[rank]:
                 self._watch_process(peer)
         self._thread = Thread(self._run, name="mkernel-watchdog")
 
@@ -193,9 +220,8 @@ class Watchdog:
 
     def start(self) -> None:
         """Report the first heartbeat and start watching. RuntimeError: no thread can be had."""
-        self._last = {peer: (0, time.monotonic()) for peer in self._peers}
         self.looked = time.monotonic()
-        self._report("live")
+        self._report()
         self._thread.start()
         atexit.register(self._exiting)
 
@@ -220,9 +246,11 @@ class Watchdog:
             os.close(fd)
 
     def _say_left(self) -> None:
+        """Report that this rank leaves, which its node's speaker may no longer be there to publish."""
         self._said_left = True
-        with contextlib.suppress(PeerFailure):
-            self._report("left")
+        self._report(left=True)
+        with contextlib.suppress(PeerFailure, Untrusted):  # others of this node watch on
+            self._publish()
 
     def _exiting(self) -> None:
         """End the thread as the process exits without ``stop``, without a word: to the others this rank
@@ -238,15 +266,20 @@ class Watchdog:
         some heartbeats or than a wait's deadline: the thread got no CPU, or the process was stopped."""
         return time.monotonic() - self.looked > min(self.behind_s, timeout_s)
 
-    def left(self) -> set[int]:
-        """Return the ranks that have left the world on purpose, as far as this one has seen."""
-        return set(self._left)
+    def heartbeats(self, ranks: Iterable[int], *, fresh: bool = False) -> dict[int, Heartbeat]:
+        """Return the latest heartbeats of these ranks. Any thread. PeerFailure, Untrusted.
 
-    def busy_with(self, rank: int, call: int) -> str:
-        """Return the other world that kept a rank busy, by its last report, before it came to this
-        call of ours; empty: it reported none."""
-        number, world = self._elsewhere.get(rank, (call, ""))
-        return world if number < call else ""
+        Args:
+            fresh: ask the store for those of other nodes, which is done once a heartbeat otherwise.
+        """
+        wanted, size = [*ranks], self._node_size
+        rows = self._rows_of({rank // size for rank in wanted}, fresh=fresh)
+        return {rank: rows[rank // size][rank % size] for rank in wanted}
+
+    def left(self, ranks: Iterable[int], *, fresh: bool = False) -> set[int]:
+        """Return those of the ranks that have left the world on purpose. As :meth:`heartbeats`."""
+        found = self.heartbeats(ranks, fresh=fresh)
+        return {rank for rank, heartbeat in found.items() if heartbeat.left}
 
     def raise_alarm(self, notice: Notice) -> Notice:
         """Publish a failure, and return the world's first notice, maybe another's. Any thread."""
@@ -254,12 +287,53 @@ class Watchdog:
             return Notice.from_json(self._bootstrap.publish_first("abort", notice.to_json()))
         except (PeerFailure, Untrusted):
             return notice
+        finally:
+            self._table.mark_failed()
 
-    def _report(self, state: str) -> None:
-        self._beat += 1
-        self._bootstrap.publish(
-            f"heartbeat/{self._rank}", {"beat": self._beat, "state": state, **self._status()}
-        )
+    def _report(self, *, left: bool = False) -> None:
+        """Write the next heartbeat to the table."""
+        call, plan, other = self._status()
+        before = self._heartbeat
+        busy = (call, shown(other)) if other else (before.busy_call, before.busy_with)
+        self._heartbeat = Heartbeat(before.beat + 1, left, call, plan, *busy)
+        self._table.write(self._rank, Report(self._heartbeat, time.monotonic(), self._asked))
+
+    def _publish(self) -> None:
+        """Publish the heartbeats of this node, this rank's latest among them. Where others of the node
+        do so too, the newest of each rank counts; each of them can be first only once with what it
+        read before this rank's latest."""
+        key = f"heartbeats/{self._node}"
+        for _ in range(self._node_size + 1):
+            known = self._published
+            if known[self._rank % self._node_size] == self._heartbeat:
+                return
+            row = newest(known, self._table.row())
+            before = row_to_json(known) if reported(known) else None
+            told = self._bootstrap.replace(key, before, row_to_json(row))
+            if told is None:
+                raise deleted(self._node)
+            self._published = next_row(self._node, known, told)
+
+    def _rows_of(self, nodes: set[int], *, fresh: bool) -> dict[int, Row]:
+        """Return the latest heartbeats of nodes. ``fresh``: as :meth:`heartbeats` has it."""
+        if nodes == {self._node}:  # without the store, which may not answer another thread
+            return {self._node: self._table.row()}
+        with self._reading:
+            now, rows, due = time.monotonic(), {}, {}
+            for node in nodes:
+                row, read = self._rows.get(node, (unreported(self._node_size), -math.inf))
+                rows[node] = self._table.row() if node == self._node else row
+                ended = node == self._node or all(heartbeat.left for heartbeat in row)
+                if not ended and (fresh or now - read >= self._heartbeat_s):
+                    due[node] = f"heartbeats/{node}"
+            told = self._bootstrap.peek_all([*due.values()])
+            for node, key in due.items():
+                if key in told:
+                    rows[node] = next_row(node, rows[node], told[key])
+                elif reported(rows[node]):
+                    raise deleted(node)
+                self._rows[node] = (rows[node], now)
+            return rows
 
     def _run(self) -> None:
         try:
@@ -270,6 +344,7 @@ class Watchdog:
                 with contextlib.suppress(Exception):
                     notice = self.raise_alarm(notice)
         if notice is not None:
+            self._table.mark_failed()
             self._on_notice(notice)
         elif self._stopped:  # here, where a store that does not answer holds up nobody for ever
             self._say_left()
@@ -280,7 +355,7 @@ class Watchdog:
         poller.register(self._wake_read, select.POLLIN)
         for fd in self._pidfds:
             poller.register(fd, select.POLLIN)
-        notice = self._look(self._dead) if self._dead else None
+        notice = self._look(self._dead)
         while notice is None:
             ready = [fd for fd, _ in poller.poll(1000 * self._heartbeat_s)]
             if self._stopping.is_set():  # which it is before the wake-up is written
@@ -293,58 +368,73 @@ class Watchdog:
     def _look(self, dead: list[int]) -> Notice | None:
         began = time.monotonic()
         for rank in dead:
-            if not self._has_left(rank):
+            if not self.left([rank], fresh=True):
                 text = (
                     f"rank {rank} (process {self._peers[rank].pid}) died; look at its own output "
                     "or at the kernel log for the reason"
                 )
                 return self.raise_alarm(Notice("PeerFailure", rank, text, {}))
-        told = self._bootstrap.peek("abort")
-        if told is not None:
-            return Notice.from_json(told)
+        here = self._table.read()
+        speaks = self._speaks(here, began)
+        if speaks or self._table.failed:
+            told = self._bootstrap.peek("abort")
+            if told is not None:
+                return Notice.from_json(told)
+            self._asked = began
         own = self._own_failure()
         if own is not None and self._suspicious:
             return self.raise_alarm(own)
         self._suspicious = own is not None
-        self._report("live")
-        now = time.monotonic()
-        local = set(self._pidfds.values())
-        for rank in self._peers:
-            if rank in self._left or self._has_left(rank):
-                continue
-            silent_s = now - self._last[rank][1]
-            if rank not in local and silent_s > _SILENCE_HEARTBEATS * self._heartbeat_s:
-                text = f"rank {rank} has been silent for {silent_s:.1f} s; its host may be down"
-                return self.raise_alarm(Notice("PeerFailure", rank, text, {}))
-        self.looked = began
+        self._report()
+        if speaks:
+            self._publish()
+        notice = self._silence(speaks)
+        if notice is not None:
+            return self.raise_alarm(notice)
+        self.looked = max(self.looked, self._asked, *(report.looked for report in here.values()))
         return None
 
-    def _has_left(self, rank: int) -> bool:
-        latest = self._last[rank][0]
-        told = self._bootstrap.peek(f"heartbeat/{rank}")
-        if told is None:
-            if latest > 0:
-                raise Untrusted(
-                    f"heartbeat {latest} of rank {rank} was deleted; keep strangers from the store's "
-                    "port"
-                )
-            return False
-        try:
-            beat, state = told["beat"], told["state"]
-            if not isinstance(beat, int):
-                raise TypeError(f"beat {beat!r}")
-            elsewhere = told.get("elsewhere") and (told["call"], str(told["elsewhere"]))
-        except (LookupError, TypeError) as error:
-            raise Untrusted(f"a heartbeat of rank {rank} that no rank writes: {error}") from error
-        if beat < latest:
-            raise Untrusted(
-                f"heartbeat {beat} of rank {rank} was put in the place of its heartbeat {latest}; "
-                "keep strangers from the store's port"
-            )
-        if elsewhere:
-            self._elsewhere[rank] = elsewhere
-        if beat > latest:
-            self._last[rank] = (beat, time.monotonic())
-        if state == "left":
-            self._left.add(rank)
-        return rank in self._left
+    def _speaks(self, here: Mapping[int, Report], now: float) -> bool:
+        """Return whether this rank is the speaker of its node: those before it have left, or are late
+        with their reports. For a while several may be, or none."""
+        return all(
+            report.heartbeat.left or now - report.at > self.behind_s
+            for rank, report in here.items()
+            if rank < self._rank
+        )
+
+    def _silence(self, speaks: bool) -> Notice | None:
+        """Return a notice of a rank that has not reported for too long. A process that this rank
+        watches may be silent: it is only stopped, and may go on."""
+        watched = self.heartbeats(self._table.ranks)
+        if speaks:
+            watched |= self._next_node()
+        now, limit_s = time.monotonic(), _SILENCE_HEARTBEATS * self._heartbeat_s
+        silent: dict[int, float] = {}
+        for rank in watched.keys() - {self._rank, *self._pidfds.values()}:
+            beat, since = self._last.get(rank, (-1, now))
+            if watched[rank].beat != beat:
+                beat, since = self._last[rank] = (watched[rank].beat, now)
+            if not watched[rank].left:
+                silent[rank] = now - since
+        lost = min((rank for rank, silent_s in silent.items() if silent_s > limit_s), default=None)
+        if lost is None:
+            return None
+        peer = self._peers[lost]
+        there = [r for r, beat in watched.items() if self._hosts[r] == peer.host and not beat.left]
+        name = peer.host.partition("/")[0]
+        # Ranks of a host do not report at once, so that the last of them is lost a little later.
+        text = f"rank {lost} has been silent for {silent[lost]:.1f} s, " + (
+            f"as have all ranks of host {name} ({', '.join(map(str, there))}): it may be down"
+            if all(silent.get(rank, 0.0) > limit_s / 2 for rank in there)
+            else f"and others of host {name} have not: its process {peer.pid} may be stopped"
+        )
+        return Notice("PeerFailure", lost, text, {})
+
+    def _next_node(self) -> dict[int, Heartbeat]:
+        """Return the heartbeats of the next node of the ring that has not left."""
+        for node in (*range(self._node + 1, self._nodes), *range(self._node)):
+            row = self._rows_of({node}, fresh=True)[node]
+            if not all(heartbeat.left for heartbeat in row):
+                return dict(enumerate(row, start=node * self._node_size))
+        return {}

@@ -10,7 +10,8 @@ import re
 from collections.abc import Collection, Iterator
 
 _POISON = b"\xa5" * mmap.PAGESIZE
-_NAME = re.compile(r"/memfd:mkernel-(\d+) \(deleted\)")
+SYMMETRIC = re.compile(r"/memfd:mkernel-(\d+) \(deleted\)")
+"""What /proc shows of symmetric memory, with its owner; a table of heartbeats is none."""
 
 
 class DeadMemory:
@@ -29,7 +30,7 @@ class DeadMemory:
                         self._keep(f"{folder}/{number}", process)
 
     def _keep(self, path: str, process: int) -> None:
-        name = _NAME.fullmatch(os.readlink(path))
+        name = SYMMETRIC.fullmatch(os.readlink(path))
         if name is None or int(name[1]) != process or os.stat(path).st_ino in self._files:
             return
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -6,6 +6,8 @@ import os
 import threading
 from typing import Literal
 
+from campaigns.dead_memory import SYMMETRIC
+
 from mkernel.cases import Outcome
 from mkernel.world.world import World
 
@@ -37,7 +39,8 @@ def write_late(planted: Planted | None) -> None:
         return
     for number in os.listdir("/proc/self/fd"):
         name = os.readlink(path) if os.path.lexists(path := f"/proc/self/fd/{number}") else ""
-        if name.startswith("/memfd:mkernel-") and f"-{os.getpid()} " not in name:
+        owner = SYMMETRIC.fullmatch(name)
+        if owner is not None and int(owner[1]) != os.getpid():
             os.pwrite(int(number), b"late", 4096)
             return
     raise AssertionError("no memory of another rank is mapped here")

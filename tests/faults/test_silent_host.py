@@ -197,6 +197,8 @@ def test_a_silent_host_is_a_peer_failure_everywhere(
     silent = re.search(r"\bsilent for ([\d.]+) s", first["message"])
     assert silent, first
     assert float(silent[1]) >= SILENCE_S
+    assert "as have all ranks of host " in told[0]["message"]
+    assert "(2, 3): it may be down" in told[0]["message"]
     assert seconds < DEADLINE_S / 2
 
 

@@ -36,6 +36,7 @@ FOUND = ROOT / "build" / "fuzz"
 INSTRUMENTED = [
     *(
         "mkernel.world.bootstrap",
+        "mkernel.world.heartbeats",
         "mkernel.world.watchdog",
         "mkernel.topology",
         "mkernel.backends.nics",

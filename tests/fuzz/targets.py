@@ -34,15 +34,12 @@ from mkernel.topology import discover
 from mkernel.topology.cost import load_constants
 from mkernel.topology.model import Topology
 from mkernel.world.bootstrap import Bootstrap
+from mkernel.world.heartbeats import Heartbeat, next_row, row_to_json
 from mkernel.world.sealing import Seal
-from mkernel.world.watchdog import Notice, Peer, Watchdog
+from mkernel.world.watchdog import Notice, Peer
 
 _STORE = HashStore()
 _BOOTSTRAP = Bootstrap(_STORE)  # without a secret, so that a stranger can sign too
-_HERE = {0: Peer(0, "here", 1), 1: Peer(1, "elsewhere", 1)}
-_WATCHDOG = Watchdog(
-    _BOOTSTRAP, 0, _HERE, 60.0, dict, lambda: None, lambda notice: None
-)  # is asked here, and never started
 _FOLDER = tempfile.TemporaryDirectory()
 FILE = Path(_FOLDER.name) / "file"
 """The file that targets write and readers read; each process that fuzzes has its own."""
@@ -50,9 +47,9 @@ FILE = Path(_FOLDER.name) / "file"
 
 def bootstrap(data: bytes) -> list[str]:
     """A signed message, read as each of those that ranks write; which of them it is taken for."""
-    _STORE.set("heartbeat/1", Seal(b"").close("heartbeat/1", data or b" "))
+    _STORE.set("heartbeats/1", Seal(b"").close("heartbeats/1", data or b" "))
     try:
-        value = _BOOTSTRAP.peek("heartbeat/1")
+        value = _BOOTSTRAP.peek("heartbeats/1")
     except Untrusted:
         return []
     taken = ["JSON"]
@@ -64,10 +61,10 @@ def bootstrap(data: bytes) -> list[str]:
         assert (peer.host, peer.pid) == (value["host"], value["pid"])
         taken.append("Peer")
     with contextlib.suppress(Untrusted):
-        _WATCHDOG._left.clear()
-        _WATCHDOG._last = {1: (0, 0.0)}
-        assert _WATCHDOG._has_left(1) == (value is not None and value["state"] == "left")
-        taken.append("heartbeat")
+        row = next_row(0, (Heartbeat(3), Heartbeat()), value)
+        assert [[*each] for each in row_to_json(row)] == value
+        assert row[0].beat >= 3
+        taken.append("heartbeats")
     for model, text in itertools.product((Address, Key), (value, json.dumps(value))):
         with contextlib.suppress(ArgumentError):
             parsed = _parse(model, "text", text)

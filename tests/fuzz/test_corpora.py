@@ -8,4 +8,4 @@ from targets import bootstrap
 
 def test_the_corpus_has_a_sound_message_of_every_kind() -> None:
     taken = {kind for data in corpora.read("bootstrap").values() for kind in bootstrap(data)}
-    assert taken == {"JSON", "Notice", "Peer", "heartbeat", "Address", "Key"}
+    assert taken == {"JSON", "Notice", "Peer", "heartbeats", "Address", "Key"}

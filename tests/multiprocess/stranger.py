@@ -263,9 +263,9 @@ def looked_around() -> None:
     """Return when the watchdog has looked at every message of its own a few times more."""
     watchdog = mkernel.world()._failure._watchdog
     assert watchdog is not None
-    goal = watchdog._beat + 5
+    goal = watchdog._heartbeat.beat + 5
     deadline = time.monotonic() + PATIENCE_S
-    while watchdog._beat < goal and watchdog._thread.is_alive():
+    while watchdog._heartbeat.beat < goal and watchdog._thread.is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -289,9 +289,14 @@ def met(port: int, victim: int, name: str, deed: Deed, *arguments: Any) -> Itera
             done.get(f"answer/{victim}/1")
         return peek(self, key)
 
+    def each_peeked(self: Bootstrap, keys: list[str]) -> dict[str, Any]:
+        told = {each: self.peek(each) for each in keys}
+        return {each: value for each, value in told.items() if value is not None}
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bootstrap, "publish", published)
         patch.setattr(Bootstrap, "peek", peeked)
+        patch.setattr(Bootstrap, "peek_all", each_peeked)
         yield
 
 

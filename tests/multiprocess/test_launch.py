@@ -59,11 +59,7 @@ def fail_unseen() -> None:
     """Rank 0 fails; the others' watchdogs see that it has left, and not yet why."""
     if mkernel.world().rank == 0:
         raise KeyError("planted failure")
-
-    def look(self: Watchdog, dead: list[int]) -> None:
-        self._has_left(0)
-
-    Watchdog._look = look  # type: ignore[method-assign, assignment]
+    Watchdog._look = lambda self, dead: None  # type: ignore[method-assign]
     mkernel.world().barrier()
 
 

@@ -211,20 +211,21 @@ def test_writing_an_abort(how: str, secret: str | None) -> None:
 
 @pytest.mark.parametrize("how", ["empty", ANOTHER_SECRET])
 def test_writing_a_heartbeat(how: str) -> None:
-    outcomes, _ = launched(met_at_work, None, "heartbeat/1", keep_overwriting, how)
-    assert_stopped(outcomes, "Untrusted", "heartbeat/1")
+    outcomes, _ = launched(met_at_work, None, "heartbeats/0", keep_overwriting, how)
+    assert_stopped(outcomes, "Untrusted", "heartbeats/0")
 
 
 def keep_overwriting(store: TCPStore, key: str, how: str) -> None:
-    """As ``overwrite``, until the job has noticed: rank 1 writes a new heartbeat all the time."""
+    """As ``overwrite``, until the job has noticed: a rank writes new heartbeats all the time."""
     while not store.check([key.split("heartbeat", maxsplit=1)[0] + "abort"]):
         overwrite(store, key, how)
 
 
 @pytest.mark.parametrize("how", ["put back", "delete"])
 def test_putting_back_or_deleting_a_heartbeat(how: str) -> None:
-    outcomes, _ = launched(met_at_work, None, "heartbeat/1", repeatedly, how)
-    assert_stopped(outcomes, "Untrusted", "of rank 1 was")
+    outcomes, _ = launched(met_at_work, None, "heartbeats/0", repeatedly, how)
+    what = "heartbeats of node 0 were deleted" if how == "delete" else "was put in the place of"
+    assert_stopped(outcomes, "Untrusted", what)
 
 
 def barrier_without(victim: int) -> Outcome:
@@ -340,7 +341,7 @@ def test_reading_messages() -> None:
 
 def reads_all() -> Outcome:
     _, prefix = where()
-    names = ("nonce/0", "hello/0", "heartbeat/0", "topology/0")
+    names = ("nonce/0", "hello/0", "heartbeats/0", "topology/0")
     return met_and_works(read, *(f"{prefix}/{name}" for name in names))
 
 

@@ -180,16 +180,16 @@ def leaves_early(port: int, rank: int, left: Event, ended: Event) -> None:
     mkernel.all_reduce(torch.ones(2, 2))
     if rank:
         bootstrap = world._failure.bootstrap
-        peek = bootstrap.peek
+        peek_all = bootstrap.peek_all
 
-        def late(key: str) -> object:
-            found = peek(key)
-            if found is not None:
+        def late(keys: list[str]) -> dict[str, object]:
+            found = peek_all(keys)
+            if found:
                 assert left.wait(DEADLINE_S)
-            peek(key)
+            peek_all(keys)
             return found
 
-        bootstrap.peek = late  # type: ignore[method-assign]
+        bootstrap.peek_all = late  # type: ignore[method-assign]
         try:
             mkernel.finalize()
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import HashStore
@@ -29,6 +30,35 @@ def test_first_writer_wins(store: HashStore) -> None:
     one, other = Bootstrap(store, b"s"), Bootstrap(store, b"s")
     assert one.publish_first("abort", {"rank": 1}) == {"rank": 1}
     assert other.publish_first("abort", {"rank": 2}) == {"rank": 1}
+
+
+def test_a_value_is_replaced_by_who_knows_it(store: HashStore) -> None:
+    one, other = Bootstrap(store, b"s"), Bootstrap(store, b"s")
+    assert one.replace("key", None, [1]) == [1]
+    assert other.replace("key", [0], [2]) == [1]
+    assert other.replace("key", [1], [2]) == [2]
+    one.forget("key")
+    assert one.replace("key", [2], [3]) is None
+    assert one.peek("key") is None
+
+
+def test_several_values_take_two_requests_where_all_are_there(store: HashStore) -> None:
+    """Of a store that takes several keys at once: torch's own do, one written in Python does not."""
+    bootstrap = Bootstrap(Mock(wraps=store), b"s")
+    asked = bootstrap._store
+    assert isinstance(asked, Mock)
+    keys = [f"x/{rank}" for rank in range(5)]
+    for key in keys[1:]:
+        bootstrap.publish(key, key)
+    assert bootstrap.peek_all(keys) == {key: key for key in keys[1:]}
+    bootstrap.publish(keys[0], keys[0])
+    asked.reset_mock()
+    assert bootstrap.peek_all(keys) == {key: key for key in keys}
+    assert [each[0] for each in asked.method_calls] == ["has_extended_api", "check", "multi_get"]
+    asked.has_extended_api = Mock(return_value=False)
+    asked.reset_mock()
+    assert bootstrap.peek_all(keys) == {key: key for key in keys}
+    assert asked.check.call_count == asked.get.call_count == 5
 
 
 def test_collect_waits_for_all(store: HashStore) -> None:

@@ -16,6 +16,7 @@ from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.backends.transport import _transport
 from mkernel.errors import ArgumentError, NicError, PeerFailure, Timeout
 from mkernel.world.failure import FailureMonitor
+from mkernel.world.heartbeats import Heartbeat
 from mkernel.world.watchdog import Notice
 
 
@@ -59,13 +60,11 @@ def test_the_call_of_a_diagnosis_is_named_by_its_whole_number(latest: int, call:
         ({1: 8, 2: 7}, ""),
     ],
 )
-def test_who_is_behind_is_no_rank_of_this_call(
-    calls: dict[int, int], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_behind_is_no_rank_of_this_call(calls: dict[int, int], said: str) -> None:
     monitor = FailureMonitor(0, 3, 5.0, (NoStore(), NoStore()), bytes(32))  # type: ignore[arg-type]
     monitor.call = (7, "")
-    heartbeats = {f"heartbeat/{rank}": {"call": call} for rank, call in calls.items()}
-    monkeypatch.setattr(monitor._alarm, "peek", heartbeats.get)
+    told = {rank: Heartbeat(1, call=call) for rank, call in calls.items()}
+    monitor._watchdog = Mock(heartbeats=lambda ranks: {0: Heartbeat(1)} | told)
     assert monitor.who_is_behind() == said
 
 

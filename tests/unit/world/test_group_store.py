@@ -78,6 +78,18 @@ def test_a_strangers_address_is_refused_and_told() -> None:
     assert len(told) == 1
 
 
+def test_a_value_is_compared_and_set_as_torchs_own_stores_do() -> None:
+    """Also where a world's heartbeats are in the store of a group that another world has made."""
+    _own, torchs = stores(HashStore())
+    for store in (torchs, HashStore()):
+        assert bytes(store.compare_set("key", "no", "one")) == b"no"
+        assert not store.check(["key"])
+        assert bytes(store.compare_set("key", "", "one")) == b"one"
+        assert bytes(store.compare_set("key", "no", "two")) == b"one"
+        assert bytes(store.compare_set("key", "one", b"two\xff")) == b"two\xff"
+        assert bytes(store.get("key")) == b"two\xff"
+
+
 def test_counters_are_refused() -> None:
     _own, torchs = stores(HashStore())
     with pytest.raises(Unsupported, match="counter"):

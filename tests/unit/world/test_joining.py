@@ -9,9 +9,10 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from mkernel.errors import ArgumentError, PlanMismatch, Unsupported
+from mkernel.errors import ArgumentError, PeerFailure, PlanMismatch, Unsupported
 from mkernel.settings import Settings
 from mkernel.version import __version__
+from mkernel.world.heartbeats import Heartbeat, Report
 from mkernel.world.identity import Backends, Identity
 from mkernel.world.join import Membership
 from mkernel.world.watchdog import Peer
@@ -45,6 +46,33 @@ def test_ranks_that_say_the_same_know_each_other() -> None:
     assert [(peer.rank, peer.host, peer.pid) for peer in peers.values()] == [
         (rank, peers[0].host, peers[0].pid) for rank in (0, 1)
     ]
+
+
+def of_one_node() -> tuple[Membership, Membership]:
+    """Ranks 2 and 3 of four on two nodes, which have met: all say what rank 2 says."""
+    exchange = Mock()
+    exchange.collect = lambda key: dict.fromkeys(range(4), exchange.publish.call_args_list[0][0][1])
+    one, other = (member(Identity(rank, 2, 2), exchange) for rank in (2, 3))
+    for each in (one, other):
+        each._meet()
+    return one, other
+
+
+def test_ranks_of_a_node_share_the_table_that_its_first_has_made() -> None:
+    one, other = of_one_node()
+    with one._undo, other._undo:
+        other._heartbeat_table().write(3, Report(Heartbeat(5)))
+        assert one._heartbeat_table().row() == (Heartbeat(), Heartbeat(5))
+
+
+def test_a_table_that_is_gone_was_a_dead_ranks() -> None:
+    one, other = of_one_node()
+    one._undo.close()
+    other._failure = Mock()
+    with pytest.raises(PeerFailure, match="rank 2 died, or ended its world, before") as raised:
+        other._heartbeat_table()
+    assert raised.value.peer == 2
+    other._failure.look_for_abort.assert_called_once_with()
 
 
 @pytest.mark.parametrize(
