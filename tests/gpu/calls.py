@@ -123,8 +123,9 @@ def deciding(decisions: Decisions) -> Iterator[None]:
                     found = importlib.import_module(
                         f"mkernel.backends.accelerators.{backend}.{module}"
                     )
-                    there = {name: each for name, each in mocks.items() if hasattr(found, name)}
-                    stack.enter_context(mock.patch.multiple(found, **there))
+                    for name, each in mocks.items():
+                        if hasattr(found, name):
+                            stack.enter_context(mock.patch.object(found, name, each))
                 asked |= mocks
             yield
     finally:

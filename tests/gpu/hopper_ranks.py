@@ -15,7 +15,7 @@ from unittest import mock
 import calls
 import torch
 from calls import LATE_S, Tensors, spin
-from few_elements import few_right
+from few_elements import few_right, new_residual_right
 from in_world import DEADLINE_S
 from torch.distributed import TCPStore
 
@@ -191,9 +191,11 @@ class Work(calls.Work):
         return self.case.compared({"out": result}, self.rank, self.world, turn)["out"].error
 
     def rounded(self, name: str, got: torch.Tensor, turn: int) -> bool:
-        """Return :func:`few_right` of a product."""
-        products = isinstance(self.case, GemmCase) and self.shape.norm is None
-        return products and few_right(self.case, got, self.rank, self.world, turn)
+        """Return :func:`few_right` of a product, or :func:`new_residual_right`."""
+        if not isinstance(self.case, GemmCase) or (self.shape.norm and name == "out"):
+            return False
+        right = new_residual_right if name == "residual_out" else few_right
+        return right(self.case, got, self.rank, self.world, turn)
 
 
 def of_many_tiles() -> list[str]:
