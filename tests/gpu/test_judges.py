@@ -181,6 +181,23 @@ def test_combines_of_scaled_experts_are_judged_by_their_rows_and_by_the_referenc
         assert bool(wrong) != right, wrong
 
 
+def test_few_sums_below_the_least_normal_number_are_judged_by_their_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step there is a large part of a sum, as of one token in one draw on two H200."""
+    monkeypatch.setattr(mkernel, "world", lambda: World(0, 2))
+    shape = Moe(1, 128, 128, dtype="float16", scales=True, activation="silu_and_mul")
+    work = shape.work(0, "cpu")
+    slots = torch.randn(work.top_k, 1, 128, generator=torch.Generator().manual_seed(0)) * 2e-5
+    weights = work.moe._weights(0, 1).double()
+    wanted = torch.einsum("tk,kti->ti", weights, slots.half().double())
+    step = 2.0**-24
+    assert compare(wanted.half(), wanted).error > work.case.tolerances()["out"]
+    for off, right in ((0.0, True), (1.01 * step, False)):
+        told = work._combined(1, (wanted + off).half(), slots.half())
+        assert any("by its rows" in text for text in told) != right
+
+
 def test_rows_that_repeat_are_few_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """288 elements of which 48 differ: these draws are off by more than the tolerance of norms as they
     are rounded once, as 6 of 6000 are."""
