@@ -120,9 +120,9 @@ class Bootstrap:
         old: Any = "" if known is None else self._seal(key, known)
         new: Any = self._seal(key, value)
         found = self._request(lambda store: store.compare_set(key, old, new))
-        return (
-            None if found == old else self._open(key, found)
-        )  # of a key that is not set it says so
+        if found == old:  # the store says so of a key that is not set
+            return None
+        return self._open(key, found)
 
     def peek(self, key: str) -> Any | None:
         """Return the value of ``key`` or None where it is not set. Does not wait. PeerFailure,

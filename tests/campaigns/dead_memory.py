@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 
 _POISON = b"\xa5" * mmap.PAGESIZE
 SYMMETRIC = re.compile(r"/memfd:mkernel-(\d+) \(deleted\)")
-"""What /proc shows of symmetric memory, with its owner; a table of heartbeats is none."""
+"""Finds symmetric memory in /proc, with its owner; a table of heartbeats is none."""
 
 
 class DeadMemory:

@@ -24,7 +24,7 @@ _Sent = Counter[int]
 
 
 class _Counted:
-    """What this rank sends to each other one, on streams: every message of a call is counted as it is
+    """Counts what this rank sends to each other one, on streams: every message of a call as it is
     posted."""
 
     def __init__(self) -> None:
@@ -127,9 +127,9 @@ _Ports = dict[str, float]
 
 
 def carried_and_planned() -> tuple[list[tuple[str, bool, _Bytes, _Bytes]], _Ports, _Ports]:
-    """For each call: its name, whether its routing is skewed, the bytes for each rank that this rank's
-    NIC or group carried, and those that its plans say; and by port, what it carried of all calls, and
-    what their plans say."""
+    """Return of each call its name, whether its routing is skewed, the bytes for each rank that this
+    rank's NIC or group carried, and those that its plans say; and by port, what it carried of all
+    calls, and what their plans say."""
     world = mkernel.world()
     rank, nic, streams = world.rank, world.nic, world.accelerator.name == "streams"
     counted = _Counted() if streams else None
@@ -199,7 +199,7 @@ WORLDS = [
 def test_planned_bytes_are_those_that_are_carried(
     accelerator: str, exchange: str, nodes: int, each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every op, to every rank, with tokens that are spread evenly and with tokens that are not."""
+    """They are so of every op, to every rank, with tokens that are spread evenly and with others."""
     monkeypatch.setenv("MKERNEL_EXCHANGE", exchange)
     ranks = mkernel.launch(
         carried_and_planned, nodes=nodes, ranks_per_node=each, accelerator=accelerator,

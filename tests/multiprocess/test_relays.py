@@ -83,7 +83,7 @@ def near_first() -> list[int | None]:
 
 
 def judged(every: Sequence[Case]) -> list[str]:
-    """What is wrong with these cases, and with what a dispatch refuses meanwhile."""
+    """Say what is wrong with these cases, and with what a dispatch refuses meanwhile."""
     found = []
     with traits(overlaps=True, peers_together=True):
         for case in every:

@@ -37,15 +37,24 @@ def return_by_slot(
     k]."""
     with streams.compute():
         packed = torch.split(y[routing.returning], routing.rows_to)
-        there = sum(routing.rows_from)
-        rows = streams.scratch("rows", (there + 1, y.shape[1]), y.dtype)
-        rows[there] = 0  # of places without a row
-        parts = torch.split(rows[:there], routing.rows_from)
-        parts[call.rank].copy_(packed[call.rank])
+        rows, parts = landing(streams, packed, routing.rows_from, call.rank)
     exchange(call, streams, packed.__getitem__, parts.__getitem__)
     streams.finish()
     with streams.compute():
         return weighted_sums(rows, routing.homecoming.view(weights.shape), weights)
+
+
+def landing(
+    streams: CallStreams, packed: Sequence[torch.Tensor], sizes: Sequence[int], own: int
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Return memory for ``sizes`` rows from each rank, which the own ones of ``packed`` [.., D] are in,
+    with a row of zeros behind them for places without a row; and its parts, by rank."""
+    there = sum(sizes)
+    rows = streams.scratch("rows", (there + 1, packed[own].shape[1]), packed[own].dtype)
+    rows[there] = 0
+    parts = torch.split(rows[:there], list(sizes))
+    parts[own].copy_(packed[own])
+    return rows, parts
 
 
 def weighted_sums(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

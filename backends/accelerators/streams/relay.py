@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Literal
 
 import torch
 
 from mkernel.backends.accelerators.streams.call_streams import CallStreams, Message, Sent
 from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange
-from mkernel.backends.accelerators.streams.moe_travel import weighted_sums
+from mkernel.backends.accelerators.streams.moe_travel import landing, weighted_sums
 from mkernel.backends.accelerators.streams.routing import Relays, Routing
 from mkernel.backends.accelerators.streams.schedule import HomeSchedule, RelayedSchedule
 from mkernel.backends.contracts.accelerator import Call
@@ -176,24 +177,13 @@ def return_by_slot(
     node, place = divmod(call.rank, each)
     with streams.compute():
         packed = torch.split(y[tables.results], tables.results_to)
-        there = sum(tables.results_from)
-        rows = streams.scratch("rows", (there + 1, y.shape[1]), y.dtype)
-        rows[there] = 0  # of places without a row
-        parts = torch.split(rows[:there], tables.results_from)
-        parts[place].copy_(packed[place])
+        rows, parts = landing(streams, packed, tables.results_from, place)
         crossing = [weights[which] for which in tables.across]
         theirs = weights.new_empty((len(tables.places), weights.shape[1]))
         of_wards = torch.split(theirs, tables.wards)
         of_wards[node].copy_(crossing[node])
-    exchange(
-        call, streams,
-        lambda target: crossing[target // each], lambda source: of_wards[source // each],
-        among="place",
-    )  # fmt: skip
-    exchange(
-        call, streams,
-        lambda target: packed[target % each], lambda source: parts[source % each], among="node",
-    )  # fmt: skip
+    _exchange(call, streams, crossing, of_wards, "place")
+    _exchange(call, streams, packed, parts, "node")
     streams.finish()
     with streams.compute():
         sums = weighted_sums(rows, tables.places, theirs)
@@ -221,16 +211,36 @@ def return_by_rank(
         ]
         parts = [of_tokens.new_empty((len(index), of_tokens.shape[1])) for index in which]
         parts[place].copy_(packed[place])
-    exchange(
-        call, streams,
-        lambda target: packed[target % each], lambda source: parts[source % each], among="node",
-    )  # fmt: skip
+    _exchange(call, streams, packed, parts, "node")
     streams.finish()
     with streams.compute():
         sums = weights.new_zeros((len(tables.places), of_tokens.shape[1]))
         for index, part in zip(which, parts, strict=True):
             sums[index] += part  # no token has two rows of a rank
     return _home(call, streams, tables, sums, len(weights))
+
+
+def _exchange(
+    call: Call,
+    streams: CallStreams,
+    outgoing: Sequence[torch.Tensor],
+    incoming: Sequence[torch.Tensor],
+    among: Literal["node", "place"],
+) -> None:
+    """Exchange rows with the ranks of this node, by their place in it, or with those in the own place
+    of every node, by node."""
+    each = call.plan.ranks_per_node
+
+    def at(rank: int) -> int:
+        return rank % each if among == "node" else rank // each
+
+    exchange(
+        call,
+        streams,
+        lambda target: outgoing[at(target)],
+        lambda source: incoming[at(source)],
+        among,
+    )
 
 
 def _home(
@@ -245,10 +255,7 @@ def _home(
         rounded = sums.to(getattr(torch, name))
         leaving, own = torch.split(rounded, tables.wards), torch.split(sums, tables.wards)[node]
         home = [rounded.new_empty((len(which), sums.shape[1])) for which in tables.across]
-    exchange(
-        call, streams,
-        lambda target: leaving[target // each], lambda source: home[source // each], among="place",
-    )  # fmt: skip
+    _exchange(call, streams, leaving, home, "place")
     streams.finish()
     with streams.compute():
         total = sums.new_zeros((tokens, sums.shape[1]))

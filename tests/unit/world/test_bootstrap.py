@@ -43,7 +43,7 @@ def test_a_value_is_replaced_by_who_knows_it(store: HashStore) -> None:
 
 
 def test_several_values_take_two_requests_where_all_are_there(store: HashStore) -> None:
-    """Of a store that takes several keys at once: torch's own do, one written in Python does not."""
+    """A store may take several keys at once: torch's own do, one written in Python does not."""
     bootstrap = Bootstrap(Mock(wraps=store), b"s")
     asked = bootstrap._store
     assert isinstance(asked, Mock)

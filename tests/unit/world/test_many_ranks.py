@@ -103,7 +103,7 @@ class World:
         assert self.now > failed_at + SILENCE_S
 
     def only_notice(self) -> Notice:
-        """What all that go on were told."""
+        """Return what all that go on were told."""
         assert self.told.keys() == {*range(len(self.watchdogs))} - self.failed
         (text,) = {str(told.to_json()) for told in self.told.values()}
         notice = next(iter(self.told.values()))
@@ -142,7 +142,7 @@ def test_a_dead_rank_is_named_on_all_others(large: World) -> None:
 
 @pytest.mark.parametrize("dead", [{40}, {63, 0, 20}], ids=str)
 def test_a_dead_host_is_named_on_all_others(large: World, dead: set[int]) -> None:
-    """Where several die at once, one of them."""
+    """If several die at once, one of them is named."""
     for _ in range(2):
         large.heartbeat()
     large.failed = {rank for host in dead for rank in large.host(host)}
