@@ -95,8 +95,10 @@ class Report:
             self._write(cut_off=True)
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self) -> None:
-        self._write(cut_off=False)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """An interrupt and ``--maxfail`` leave tests that have not run."""
+        ended = exitstatus not in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)
+        self._write(cut_off=not ended or bool(session.shouldfail or session.shouldstop))
 
     def _write(self, cut_off: bool) -> None:
         config = self._config

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mkernel.harness import gpu_tests
 
 ROOT = Path(__file__).parents[3]
@@ -57,6 +59,20 @@ def test_a_run_that_is_killed_leaves_what_is_known_by_then(tmp_path: Path) -> No
         line for line in gpu_tests.section(gpu_tests.TestRuns(runs=(run,))) if "pytest" in line
     )
     assert line.endswith("**cut off** before its end.")
+
+
+@pytest.mark.parametrize(
+    ("more", "arguments"),
+    [("", ("--maxfail", "1")), ("\n\ndef test_zz_is_interrupted(): raise KeyboardInterrupt\n", ())],
+    ids=["maxfail", "interrupt"],
+)
+def test_a_run_that_is_stopped_says_so(
+    tmp_path: Path, more: str, arguments: tuple[str, ...]
+) -> None:
+    (run,) = pytest_with_report(
+        tmp_path, "test_some.py", *arguments, "--commit", "c" * 40, more=more
+    ).runs
+    assert run.cut_off
 
 
 def test_counts_skips_and_failures_are_written(tmp_path: Path) -> None:
