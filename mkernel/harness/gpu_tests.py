@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -45,6 +46,29 @@ class TestRun(Model):
     seconds: float
     cut_off: bool = False
 
+    def after(self, earlier: Iterable[TestRun]) -> TestRun:
+        """Return this run together with the earlier one of its kind and commit that it goes on with."""
+        for before in earlier:
+            if (
+                before.provenance["commit"] == self.provenance["commit"]
+                and before.kind == self.kind
+            ):
+                return self.model_copy(
+                    update={
+                        "counts": dict(Counter(before.counts) + Counter(self.counts)),
+                        "skips": dict(Counter(before.skips) + Counter(self.skips)),
+                        "failures": before.failures + self.failures,
+                        "seconds": round(before.seconds + self.seconds, 1),
+                    }
+                )
+        return self
+
+    @property
+    def kind(self) -> tuple[tuple[str, ...], int, int]:
+        """What was selected, the ranks a device, and the number of GPUs: of a kind the file has one."""
+        gpus = self.provenance["hardware"].get("gpus") or ()
+        return self.selection, self.ranks_per_device, len(gpus)
+
 
 class TestRuns(Model):
     """All runs of a commit, one for each selection and number of ranks a device."""
@@ -63,7 +87,7 @@ def add(run: TestRun, path: Path) -> None:
         kept = [
             each
             for each in (() if before is None else before.runs)
-            if each.provenance["commit"] == run.provenance["commit"] and _kind(each) != _kind(run)
+            if each.provenance["commit"] == run.provenance["commit"] and each.kind != run.kind
         ]
         write(TestRuns(runs=(*kept, run)), path)
 
@@ -112,7 +136,3 @@ def section(tests: TestRuns) -> list[str]:
             "",
         ]
     return lines[:-1]
-
-
-def _kind(run: TestRun) -> tuple[tuple[str, ...], int, int]:
-    return run.selection, run.ranks_per_device, len(run.provenance["hardware"].get("gpus") or ())

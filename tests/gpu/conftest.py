@@ -33,6 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="workers of xdist share the GPUs in groups of N; what needs more is skipped",
     )
+    group.addoption(
+        "--rest",
+        action="store_true",
+        help="go on where a run with the same --gpu-report and commit was stopped",
+    )
     group.addoption("--commit", help="of this tree, where there is no git to ask")
 
 
@@ -50,9 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what takes more than a pair of GPUs, before ``-m`` chooses."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what takes more than a pair of GPUs, before ``-m`` chooses; leave out what has run."""
     from device_buffers import gpus_of  # starts CUDA
+
+    ran = ran_before(config)
+    config.hook.pytest_deselected(items=[each for each in items if each.nodeid in ran])
+    items[:] = [each for each in items if each.nodeid not in ran]
 
     for item in items:
         needs = (
@@ -69,6 +78,21 @@ def _by_itself(request: pytest.FixtureRequest) -> None:
         kept_ranks.close()
 
 
+def _list_of_ran(config: pytest.Config) -> Path:
+    return Path(config.rootpath, config.getoption("--gpu-report")).with_suffix(".ran.txt")
+
+
+def ran_before(config: pytest.Config) -> set[str]:
+    """Return the tests that runs of this commit have run already, whatever their outcome."""
+    if not config.getoption("--rest", False):
+        return set()
+    if config.getoption("--gpu-report") is None or config.getoption("--commit") is None:
+        raise pytest.UsageError("--rest: name the report and the commit, --gpu-report and --commit")
+    file = _list_of_ran(config)
+    commit, *ran = file.read_text().splitlines() if file.exists() else [""]
+    return set(ran) if commit == config.getoption("--commit") else set()
+
+
 class Report:
     """The file, written again and again: what ends the run by force leaves what is known by then."""
 
@@ -76,9 +100,15 @@ class Report:
         self._config, self._file = config, file
         self._provenance: dict[str, Any] = {}
         self._written: float | None = None
+        self._earlier: tuple[gpu_tests.TestRun, ...] = ()
 
     def pytest_sessionstart(self) -> None:
         """Asks the devices, before any test looks at what their memory holds."""
+        if ran_before(self._config):
+            recorded = gpu_tests.read(self._file)
+            self._earlier = () if recorded is None else recorded.runs
+        else:
+            _list_of_ran(self._config).write_text(f"{self._config.getoption('--commit')}\n")
         found = provenance(self._config.rootpath, self._config.getoption("--commit"))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         found["hardware"] = {**found["hardware"], **devices(device)}
@@ -90,6 +120,9 @@ class Report:
         if report.failed:
             with self._file.with_suffix(".failures.txt").open("a") as file:
                 file.write(f"{report.nodeid}\n{report.longreprtext}\n{report.capstdout}\n")
+        if report.when == "teardown":
+            with _list_of_ran(self._config).open("a") as file:
+                file.write(f"{report.nodeid}\n")
         late = self._written is None or time.monotonic() - self._written >= OFTEN_S
         if late or report.failed:
             self._write(cut_off=True)
@@ -120,7 +153,7 @@ class Report:
                 provenance=self._provenance,
                 seconds=round(time.monotonic() - BEGAN, 1),
                 cut_off=cut_off,
-            ),
+            ).after(self._earlier),
             self._file,
         )
         self._written = time.monotonic()

@@ -94,3 +94,17 @@ def test_counts_skips_and_failures_are_written(tmp_path: Path) -> None:
     assert [each.counts["passed"] for each in found.runs] == [2, 2]
     assert found.runs[1].selection == chosen
     assert found.runs[1].ranks_per_device == 2
+
+
+def test_a_stopped_run_goes_on_with_the_rest(tmp_path: Path) -> None:
+    """A test that fails is left out, too: it has run, and its failure stays in the report."""
+    chosen = ("test_some.py", "-k", "not setup", "--commit", "c" * 40)
+    (stopped,) = pytest_with_report(tmp_path, *chosen, "--maxfail", "1").runs
+    assert stopped.cut_off
+    assert stopped.counts == {"passed": 2, "failed": 1}
+    (whole,) = pytest_with_report(tmp_path, *chosen, "--rest").runs
+    assert not whole.cut_off
+    assert whole.counts == {"passed": 2, "failed": 1, "skipped": 2, "xfailed": 1}
+    assert whole.failures == ("test_some.py::test_fails",)
+    (again,) = pytest_with_report(tmp_path, *chosen[:-1], "d" * 40, "--rest").runs
+    assert again.counts == whole.counts, "another commit begins anew"
