@@ -21,7 +21,8 @@
 #            choices are judged by                           ways.json
 #   experts  MODELS' [deepseek qwen] experts by numbers of tokens, with Zipf's routing, whole layers, those of e4m3
 #            too                                             hopper_moe_*_2.json
-#   experts_nodes  the same between nodes, where no library takes the NIC  hopper_moe_*_nodes_*_2.json
+#   experts_nodes  the same between nodes, beside a dispatch by the host's puts: no library takes the NIC
+#                                                            hopper_moe_*_nodes_*_2.json
 #   tiles    products by every tiling                         tile_menu.json
 #   fp8      e4m3 operands with scales by rows, as CUDA graphs  hopper_fp8_2.json
 #   fp8_more the same all-reduced, by tensors, by blocks     hopper_fp8_2_{all_reduce,tensor,block}.json
@@ -208,7 +209,7 @@ for part in "$@"; do
                 emulate_nic 400000
                 for nic in cx7 efa; do
                     experts "${model}_nodes_$nic" "$halves" kernel "tokens=4096 $of" --nodes 2 --nic $nic \
-                        --verbs soft --peers mkernel-sequential
+                        --verbs soft --peers mkernel-sequential,host-puts-by-rank
                 done
                 emulate_nic
                 continue

@@ -189,6 +189,7 @@ def test_a_faulty_backend_has_no_right_row(tmp_path: Path, op: str, fault: str) 
 
 
 WITHOUT_PRODUCT = ("moe_dispatch", "moe_combine", "all_reduce")
+PUT_OPS = (*GEMMS, "moe_dispatch", "moe_dispatch_gemm")
 NOT_SIMULATED = ("moe_gemm_combine", "moe_layer", "all_reduce", "ring_attention_backward")
 
 
@@ -217,11 +218,14 @@ def test_every_op_has_a_peer_and_is_right(tmp_path: Path, where: list[str]) -> N
         assert report.carrier == ("torch.distributed (gloo)" if "streams" in where else "cx7")
         assert report.routes == (("direct",) if "cx7" in where else ())
         (row,) = report.rows
-        assert row.best_peer in ("gloo+matmul", *PEERS.get(op, ()))
+        puts = "host-puts-by-rank" if op.startswith("moe") else "host-puts"
+        puts_of_op = (puts,) if "cx7" in where and op in PUT_OPS else ()
+        peers = ("gloo+matmul", *puts_of_op, *PEERS.get(op, ()))
+        assert row.best_peer in peers
         assert row.to_best is not None
         assert row.entries["mkernel"].error is not None
         assert (row.entries["gemm"].state == "right") == (op not in WITHOUT_PRODUCT)
-        for name in ("gloo+matmul", *PEERS.get(op, ())):
+        for name in peers:
             assert row.entries[name].state == "right", name
     page = bench("--render", str(tmp_path)).stdout
     assert "tokens=160 hidden=24" in page

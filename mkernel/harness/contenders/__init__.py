@@ -178,6 +178,8 @@ _CLASSES = {
     "symm_mem-two-shot": "symm_mem:TwoShot",
     "flashinfer-one-shot": "flash_infer:OneShot",
     "flashinfer-two-shot": "flash_infer:TwoShot",
+    "host-puts": "host_puts:HostPuts",
+    "host-puts-by-rank": "host_puts:HostPutsByRank",
     "deepep": "deep_ep:DeepEp",
     "gather+grouped": "experts:GatheredExperts",
     "gather+dequantised": "experts:DequantisedExperts",

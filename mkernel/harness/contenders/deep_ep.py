@@ -16,16 +16,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mkernel.harness.contenders import expert_rows
-from mkernel.harness.contenders.experts import (
-    ExpertPeer,
-    Sorted,
-    gated_products,
-    keep_scales,
-    kept,
-    of_experts,
-)
-from mkernel.harness.problem import Inputs, Problem, Tensors
+from mkernel.harness.contenders.by_rank import Dispatched, DispatchedByRank
+from mkernel.harness.contenders.experts import Sorted
+from mkernel.harness.problem import Inputs, Problem
 
 _ABSENT = "deep_ep is not installed: it is built from source against the torch that is here"
 _WORLDS = (2, 4, 8)
@@ -34,11 +27,9 @@ _BLOCKS = 64
 them."""
 _SEND_CHUNK, _RECEIVE_CHUNK = 24, 256
 """Tokens, as it takes them for two ranks."""
-_HANDLE = 6
-"""Tensors that a combine needs of its dispatch."""
 
 
-class DeepEp(ExpertPeer):
+class DeepEp(DispatchedByRank):
     """DeepEP's dispatch and combine before and behind torch's grouped product."""
 
     name = "deepep"
@@ -67,38 +58,7 @@ class DeepEp(ExpertPeer):
             return "adds bfloat16 alone"
         return None if problem.world in _WORLDS else "for 2, 4 or 8 ranks"
 
-    def before(self, inputs: Inputs) -> None:
-        keep_scales(inputs, self.capacity)
-        if self.op != "moe_gemm_combine":
-            return
-        _, _, weights, routing, handle = self._sent(inputs)
-        for number, each in enumerate(handle):
-            kept(inputs, f"handle{number}", each)
-        kept(inputs, "weights", weights)
-        self.keep(inputs, routing)
-
-    def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
-        if self.op == "moe_gemm_combine":
-            scale = inputs.get("rows_scale")
-            rows = of_experts(inputs, "w2", inputs["rows"], scale, inputs["counts"])
-            sums = expert_rows.summed(rows, inputs["weights"], inputs["home"], inputs["count"])
-            return self._brought_home(sums, tuple(inputs[f"handle{n}"] for n in range(_HANDLE)))
-        tokens, scales, weights, routing, handle = self._sent(inputs)
-        rows, counts = routing.copied(tokens), routing.counts
-        scale = None if scales is None else routing.copied(scales)
-        if self.op == "moe_dispatch":
-            found = {"rows": rows, "counts": counts}
-            return found if scale is None else {**found, "scales": scale}
-        if self.op == "moe_dispatch_gemm":
-            return {"outputs": of_experts(inputs, "w", rows, scale, counts), "counts": counts}
-        rows = gated_products(inputs, rows, scale, counts)
-        return self._brought_home(routing.summed(rows, weights), handle)
-
-    def _sent(
-        self, inputs: Inputs
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Sorted, tuple[Any, ...]]:
-        """Dispatch; return the tokens that came, by source and number, in room for all, the scales of
-        e4m3 ones, their slots' weights, the routing, and what the way home needs."""
+    def sent(self, inputs: Inputs) -> Dispatched:
         ids = inputs["topk_ids"].to(self._library.topk_idx_t)
         on_ranks, _, of_experts, wanted, _ = self._buffer.get_dispatch_layout(ids, self._experts)
         x, scaled = inputs["x"], "x_scale" in inputs
@@ -113,11 +73,13 @@ class DeepEp(ExpertPeer):
             config=self._config,
         )
         routing = Sorted(local, self._experts // self.problem.world, self.capacity)
-        return *(tokens if scaled else (tokens, None)), weights, routing, handle
+        rows, scales = tokens if scaled else (tokens, None)
+        return Dispatched(rows, scales, weights, routing, handle)
 
-    def _brought_home(self, sums: torch.Tensor, handle: tuple[Any, ...]) -> Tensors:
+    def brought_home(self, sums: torch.Tensor, handle: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        out: torch.Tensor
         out, *_ = self._buffer.combine(sums, handle, config=self._config)
-        return {"out": out}
+        return out
 
     def close(self) -> None:
         self._buffer.destroy()
