@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import bench_ranks
@@ -39,9 +40,12 @@ def one_rank(function: Any, *arguments: Any) -> Any:
     return found
 
 
-def bench(ranks: int, **fields: Any) -> Report:
-    fields = {"warmup": 2, "iterations": 7, "dtype": "bfloat16", "timeout_s": 60, **fields}
-    return run.run(BenchSpec(**fields), ranks=ranks, accelerator="hopper", commit="0" * 40)
+def bench(ranks: int, where: Mapping[str, Any] | None = None, **fields: Any) -> Report:
+    """``where``: nodes and NIC, if not one node."""
+    spec = BenchSpec(
+        **{"warmup": 2, "iterations": 7, "dtype": "bfloat16", "timeout_s": 60, **fields}
+    )
+    return run.run(spec, ranks=ranks, accelerator="hopper", commit="0" * 40, **(where or {}))
 
 
 def test_a_devices_clock_is_known_to_a_few_microseconds() -> None:
@@ -163,6 +167,27 @@ def test_peers_of_sums_are_right(op: OpName, norm: bool) -> None:
             absent = "flashinfer" in name and entry.state == "absent"
             assert absent or entry.state == "right", (row.mode, row.shape.size, name, entry.why)
             assert not absent or entry.why
+
+
+@times_ranks
+@needs_gpus(2)
+@pytest.mark.parametrize("nic", ["cx7", "efa"])
+def test_peers_between_nodes_are_right(nic: str) -> None:
+    """Their hosts put and wait, which no graph captures."""
+    products = {"m": 1026, "n": 512, "k": 768}
+    experts = {"tokens": 200, "hidden": 512, "features": 256, "experts": 8, "top_k": 2}
+    ops: tuple[OpName, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+    of_experts: tuple[OpName, ...] = ("moe_dispatch_gemm", "moe_gemm_combine")
+    made = bench(
+        2, {"nodes": 2, "nic": nic, "verbs": "soft"},
+        shapes=(*(Shape(op=op, **products) for op in ops),
+                *(Shape(op=op, sizes=experts) for op in of_experts)),
+        modes=("kernel", "eager"), contenders=("mkernel", "host-puts", "host-puts-by-rank"),
+    )  # fmt: skip
+    for row in made.rows:
+        peer = "host-puts-by-rank" if row.shape.op.startswith("moe") else "host-puts"
+        for name in ("mkernel", peer):
+            assert row.entries[name].state == "right", (row.mode, row.shape.op, name)
 
 
 @times_ranks

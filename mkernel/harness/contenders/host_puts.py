@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mkernel.errors import BackendUnavailable
+from mkernel.errors import BackendUnavailable, Unsupported
 from mkernel.harness.contenders import Contender, expert_rows
 from mkernel.harness.contenders.by_rank import Dispatched, DispatchedByRank
 from mkernel.harness.contenders.experts import Sorted, plain
@@ -25,6 +25,7 @@ from mkernel.harness.nic_ranks import NicSubject, Port
 from mkernel.harness.problem import Inputs, Problem, Tensors
 from mkernel.harness.spec import GEMMS
 from mkernel.world.lifecycle import current
+from mkernel.world.order import capturing
 
 _HALVES = 2
 _ALIGNED = 256
@@ -96,6 +97,8 @@ class PutExchange:
 
     def __call__(self, arriving: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
         """Send ``parts[rank]`` to each rank, and receive what it sends here in ``arriving[rank]``."""
+        if capturing(torch.get_device_module(self._device)):
+            raise Unsupported("the host exchanges what it puts: not in a graph")
         half = (1 + self._calls % _HALVES) * self._world
         self._calls += 1
         self._port.flush()  # of the call before: its sources are overwritten
