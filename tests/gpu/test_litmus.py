@@ -1,7 +1,7 @@
 """Litmus tests of the orders that kernels rely on, on one GPU and between two.
 
-The checks are native (``tests/native/cuda/litmus.cu``). Data that are written after the reader has looked
-must be found wrong in every iteration, by every test.
+The checks are native (``tests/native/cuda/litmus.cu``). Data that are written after the reader has
+looked must be found wrong in every iteration, by every test.
 """
 
 from __future__ import annotations
