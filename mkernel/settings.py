@@ -174,8 +174,8 @@ class Settings(BaseSettings):
     )
     log: Level | None = Field(
         None,
-        description="show mkernel's log on stderr, from this level on: debug, info (worlds, plans, "
-        "fallbacks, failures) or warning; None: what Python's `logging` is told to show",
+        description="show mkernel's log on stderr, from this level on: debug (memory, too), info "
+        "(worlds, plans, fallbacks, failures) or warning; None: what Python's `logging` is told to show",
     )
     nic_settings: NicSettings = Field(default_factory=NicSettings)
 

@@ -7,7 +7,6 @@ are read when somebody asks.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
@@ -66,35 +65,32 @@ class Page:
 
     def __init__(self) -> None:
         self.common: dict[str, Any] = {}
-        self._samples: defaultdict[str, list[str]] = defaultdict(list)
+        self._samples: dict[str, list[str]] = {metric: [] for metric in FAMILIES}
 
     def add(self, metric: str, value: float, **labels: Any) -> None:
         """Add a sample. KeyError: there is no such metric."""
-        _ = FAMILIES[metric]
-        pairs = (f'{name}="{_escaped(each)}"' for name, each in {**self.common, **labels}.items())
-        shown = ",".join(pairs)
-        self._samples[metric].append(
-            f"mkernel_{metric}{{{shown}}} {value}" if shown else f"mkernel_{metric} {value}"
-        )
+        pairs = [f'{name}="{_escaped(each)}"' for name, each in {**self.common, **labels}.items()]
+        shown = f"{{{','.join(pairs)}}}" if pairs else ""
+        self._samples[metric].append(f"mkernel_{metric}{shown} {value}")
 
     def text(self) -> str:
         """Return all metrics that have samples."""
         lines: list[str] = []
         for metric, (kind, told) in FAMILIES.items():
-            if metric in self._samples:
+            if self._samples[metric]:
                 lines += [f"# HELP mkernel_{metric} {told}", f"# TYPE mkernel_{metric} {kind}"]
                 lines += self._samples[metric]
         return "\n".join(lines) + "\n"
 
 
-def text(worlds: Iterable[Observed]) -> str:
-    """Return the numbers of a process and of these worlds of it."""
-    page, observed = Page(), list(worlds)
+def text(count: int, worlds: Iterable[Observed]) -> str:
+    """Return the numbers of a process, which is in ``count`` worlds, and of these of them."""
+    page = Page()
     page.add("info", 1, version=__version__)
-    page.add("worlds", len(observed))
-    for kind, count in sorted(failures.items()):
-        page.add("failures_total", count, error=kind)
-    for world in observed:
+    page.add("worlds", count)
+    for kind, number in sorted(failures.items()):
+        page.add("failures_total", number, error=kind)
+    for world in worlds:
         world.observe(page)
     return page.text()
 

@@ -101,6 +101,11 @@ class FailureMonitor:
         # call's number with another's plan.
         self.call: tuple[int, str] = (0, "")
 
+    @property
+    def world(self) -> str:
+        """Return the world's name, for the log."""
+        return str(self.about.get("world", "-"))
+
     def wait_s(self) -> float:
         """Return how long, in seconds, a wait on the host that begins now may take."""
         joining = self.joining
@@ -298,7 +303,7 @@ class FailureMonitor:
             return ""
         number, _ = self.call
         failures[notice.kind] += 1
-        log.of_world(__name__, self.rank, str(self.about.get("world", "-"))).error(
+        log.of_world(__name__, self.rank, self.world).error(
             "broken in call %d: %s: %s", number, notice.kind, notice.message
         )
         record = {

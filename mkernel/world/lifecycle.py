@@ -331,7 +331,8 @@ def stats(group: Group = None, *, format: Literal["prometheus"] | None = None) -
         return current(group).statistics()
     if format != "prometheus":
         raise ArgumentError("format", repr(format), "'prometheus', or None")
-    return exposition.text(worlds.all() if group is None else [current(group)])
+    every = worlds.all()
+    return exposition.text(len(every), every if group is None else [current(group)])
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, group: Group = None) -> torch.Tensor:

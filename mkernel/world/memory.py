@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from mkernel import log
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory
 from mkernel.backends.contracts.nic import NicSession
@@ -134,7 +135,6 @@ def _register(session: NicSession, region: int, memory: SymmetricMemory, nbytes:
             os.close(dmabuf)
 
 
-_PAD = "pad"
 Place = tuple[int, int]
 """The place of a tensor in symmetric memory: number of the buffer of ``empty``, offset in bytes."""
 
@@ -261,7 +261,7 @@ class SymmetricHeap:
         pad_bytes = _transport.pad_bytes(_transport.MOST_SIGNALS)
         self._pad = self._allocate(
             pad_bytes + board_bytes(),
-            _PAD,
+            None,
             lambda memory: _transport.pad_format(memory.address, _transport.MOST_SIGNALS),
             HostPages(),
         )
@@ -286,12 +286,12 @@ class SymmetricHeap:
     def _allocate(
         self,
         nbytes: int,
-        use: str,
+        use: str | None,
         prepare: Callable[[SymmetricMemory], None] = lambda memory: None,
         source: Source | None = None,
     ) -> SymmetricBuffer:
         """Allocate a buffer, until the end of the world, from the accelerator or another source.
-        Collective."""
+        Collective. ``use``: under which it is counted; None: it is not."""
         region = next(self._regions)
         unreached = self.staged and source is None
         try:
@@ -308,8 +308,10 @@ class SymmetricHeap:
             self._failure.look_for_abort()  # a peer that has failed takes its memory along
             raise
         self._held.callback(buffer.close)
-        if use != _PAD:
+        if use is not None:
             self.held_bytes[use] += nbytes
+            told = log.of_world(__name__, self._identity.rank, self._failure.world)
+            told.debug("holds %d bytes more of symmetric memory for %s", nbytes, use)
         return buffer
 
     # ---- the users' tensors --------------------------------------------------------------------

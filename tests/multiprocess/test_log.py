@@ -71,6 +71,16 @@ def test_worlds_plans_and_fallbacks_are_said_where_it_is_asked(
     assert ends == "ends after 3 calls"
 
 
+def test_memory_is_said_at_debug(shown: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_LOG", "debug")
+    mkernel.init(accelerator="streams")
+    mkernel.empty((4, 8), torch.float32)
+    mkernel.finalize()
+    (line,) = (line for line in parsed(shown.getvalue()) if line[0] == "DEBUG")
+    assert line[1] == "mkernel.world.memory"
+    assert line[4] == "holds 128 bytes more of symmetric memory for tensors"
+
+
 def fails(folder: Path) -> None:
     rank = mkernel.world().rank
     log._shown.setStream((folder / str(rank)).open("w"))
