@@ -175,7 +175,7 @@ class Settings(BaseSettings):
     log: Level | None = Field(
         None,
         description="show mkernel's log on stderr, from this level on: debug (memory, too), info "
-        "(worlds, plans, fallbacks, failures) or warning; None: what Python's `logging` is told to show",
+        "(worlds, plans, fallbacks, failures) or warning; None: as the program configures `logging`",
     )
     nic_settings: NicSettings = Field(default_factory=NicSettings)
 
