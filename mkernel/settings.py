@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from mkernel.errors import ArgumentError
 from mkernel.installed import points
+from mkernel.log import Level
 from mkernel.topology.model import MAX_NODES
 from mkernel.topology.placement import NOT_PINNED, Pinning
 
@@ -170,6 +171,11 @@ class Settings(BaseSettings):
         NOT_PINNED,
         description="accelerators of local ranks, NICs of accelerators, where not the planner's "
         "choice; JSON, the same on all ranks",
+    )
+    log: Level | None = Field(
+        None,
+        description="show mkernel's log on stderr, from this level on: debug (memory, too), info "
+        "(worlds, plans, fallbacks, failures) or warning; None: as the program configures `logging`",
     )
     nic_settings: NicSettings = Field(default_factory=NicSettings)
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from mkernel.harness import numbers
 from mkernel.settings import NicSettings, Settings
+from mkernel.world.exposition import FAMILIES
 
 RESULTS = Path("bench/results")
 EVERY_RESULT = "<!-- every result -->"
@@ -24,6 +25,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Put tables of settings and of results where a page asks for them by a comment."""
     for name, (model, prefix) in TABLES.items():
         markdown = markdown.replace(f"<!-- table: {name} -->", "\n".join(table(model, prefix)))
+    markdown = markdown.replace("<!-- table: metrics -->", "\n".join(metrics()))
     if EVERY_RESULT in markdown:
         markdown = markdown.replace(EVERY_RESULT, numbers.page(RESULTS).partition("\n")[2])
     return markdown
@@ -37,6 +39,13 @@ def table(model: type[BaseModel], prefix: str) -> Iterator[str]:
             default = "" if field.default in (None, "") else f"`{field.default}`"
             meaning = field.description.replace("|", "\\|")
             yield f"| `{prefix}{name.upper()}` | {default} | {meaning} |"
+
+
+def metrics() -> Iterator[str]:
+    """A row for each metric of Prometheus' page."""
+    yield from ("| metric | type | meaning |", "|---|---|---|")
+    for name, (kind, told) in FAMILIES.items():
+        yield f"| `mkernel_{name}` | {kind} | {told} |"
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from mkernel.errors import ArgumentError, InputFileError
+from mkernel.topology import presets
 from mkernel.topology.merge import merge
 from mkernel.topology.model import (
     MAX_ACCELERATORS,
@@ -26,6 +28,7 @@ from mkernel.topology.model import (
 )
 from mkernel.topology.rails import fast, real_ports
 from mkernel.topology.sources import cpu, drivers, formats, infiniband, pci
+from mkernel.topology.sources.description import MARK, Description
 from mkernel.topology.sources.files import read_text
 from mkernel.topology.sources.findings import Findings, Notes
 from mkernel.user_files import parse_json, read_file
@@ -82,14 +85,16 @@ def read(*paths: Path) -> Discovery:
     it.
 
     Args:
-        paths: each of a format of :mod:`mkernel.topology.sources.formats`, or JSON: a dumped
-            :class:`Topology`, or any object with such a ``topology`` key, as ``mkernel probe --json``
-            prints. If files contradict each other, the first is right, and a note reports it.
+        paths: each the name of a preset (:mod:`mkernel.topology.presets`), or a file of a format of
+            :mod:`mkernel.topology.sources.formats`, or JSON: a
+            :class:`~mkernel.topology.sources.description.Description`, a dumped :class:`Topology`, or
+            any object with such a ``topology`` key, as ``mkernel probe --json`` prints. If files
+            contradict each other, the first is right, and a note reports it.
 
     Raises:
         ArgumentError: several files, and one of them holds several nodes.
-        InputFileError: missing, unreadable, too large, malformed or hostile, or none of these
-            formats; states where.
+        InputFileError: no preset and missing, unreadable, too large, malformed or hostile, or none of
+            these formats; states where.
     """
     found = [_file(path) for path in paths]
     if len(found) == 1:
@@ -109,11 +114,19 @@ def _findings(path: Path, found: Discovery) -> Findings:
 
 def _file(path: Path) -> Discovery:
     where = f"topology file {path}"
-    text = read_file(path, "topology file", _MOST_BYTES)
+    preset = presets.find(str(path))
+    try:
+        text = read_file(preset or path, "topology file", _MOST_BYTES)
+    except InputFileError as error:
+        if os.path.lexists(path):
+            raise
+        raise InputFileError(
+            f"{error}; nor is it a preset: {', '.join(presets.presets())} (`mkernel probe --list`)"
+        ) from None
     try:
         hosts = formats.parse(text, path)
         if hosts is None:
-            return _from_json(text, path)
+            return _from_json(text, path, preset)
         return _joined([_machine([host], where, path.stem) for host in hosts])
     except ValidationError as error:
         raise InputFileError(f"{where}: no such machine: {first_error(error)}") from error
@@ -198,7 +211,7 @@ def _joined(hosts: list[Discovery]) -> Discovery:
     )
 
 
-def _from_json(text: bytes, path: Path) -> Discovery:
+def _from_json(text: bytes, path: Path, preset: Path | None) -> Discovery:
     try:
         data = parse_json(text)
     except (ValueError, RecursionError) as error:
@@ -207,6 +220,14 @@ def _from_json(text: bytes, path: Path) -> Discovery:
         ) from error
     if isinstance(data, dict) and "topology" in data:
         data = data["topology"]
+    if isinstance(data, dict) and MARK in data:
+        found = _machine(
+            [Description.model_validate(data).findings()],
+            f"topology file {path}",
+            (preset or path).stem,
+        )
+        told = presets.note(str(path))
+        return found if told is None else found.model_copy(update={"notes": (told, *found.notes)})
     try:
         topology = Topology.model_validate(data)
     except ValidationError as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from dataclasses import dataclass, field
+
+from mkernel import log
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,10 @@ class Report:
         kinds = {(each.collective, each.group, each.why) for each in self.decisions}
         kind = (decision.collective, decision.group, decision.why)
         if beside_product and kind not in kinds:
-            warnings.warn(
+            log.warn(
+                __name__,
                 f"async tensor parallel leaves {decision.collective} of group {decision.group} "
                 f"beside a matrix product: {decision.why}",
-                RuntimeWarning,
-                stacklevel=2,
             )
         self.decisions.append(decision)
 

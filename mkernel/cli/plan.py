@@ -41,6 +41,7 @@ from mkernel.plan.simulate import Simulation, trace
 from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import AUTO, Settings
 from mkernel.settings import load as load_settings
+from mkernel.topology import presets
 from mkernel.topology.discover import load
 from mkernel.topology.model import Accelerator, Model, Topology
 from mkernel.topology.placement import usable_nics
@@ -99,9 +100,9 @@ def command(
     topology: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
+            metavar="FILE|PRESET",
             help="Plan for the machine in it, times --nodes: `mkernel probe --json` output, or what "
-            "`mkernel probe --from` reads.",
+            "`mkernel probe --from` reads; or for a machine that `mkernel probe --list` names.",
         ),
     ] = None,
     constants_file: Annotated[
@@ -384,7 +385,14 @@ def _elsewhere(
     nic, verbs = nic or settings.nic, verbs or settings.verbs
     if nic == AUTO:
         ports = tuple(port for node in world.nodes for port in real_ports(node))
-        nic = selection.nic_of(ports) or selection.chosen_nic(SOFT)
+        nic = selection.nic_of(ports)
+        if nic is None and ports:
+            kinds = " and ".join(sorted({port.kind for port in ports}))
+            raise NoRoute(
+                f"no installed NIC backend drives the {kinds} ports of these nodes; plan for one node "
+                "(--nodes 1), or with torch.distributed between them (--accelerator streams)"
+            )
+        nic = nic or selection.chosen_nic(SOFT)
     every = world
     world, left_out = keep_rails(world, nic, registry.nic(nic).kinds)
     if left_out and not any(usable_nics(node) for node in world.nodes):
@@ -408,11 +416,12 @@ def world_of_file(file: Path, nodes: int | None) -> tuple[Topology | None, tuple
         ArgumentError: the file has several nodes, but not ``nodes``.
         Unsupported: its nodes have no kind of accelerator in common.
     """
-    found = load(file)
+    found, about = load(file), presets.note(str(file))
     every = [one for node in found.nodes for one in node.accelerators]
     if not every or (len(found.nodes) == 1 and _prototypes(every)):
         return None, ()
     found, left_out = of_one_kind(found)
+    left_out = (*(() if about is None else (f"{about.source}: {about.message}",)), *left_out)
     if len(found.nodes) == 1:
         return replicate(found, 2 if nodes is None else nodes), left_out
     if nodes is not None and len(found.nodes) != nodes:

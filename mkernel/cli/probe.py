@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from mkernel.probe.matrix import matrix
 from mkernel.probe.report import report
 from mkernel.probe.tree import tree
 from mkernel.settings import load as load_settings
+from mkernel.topology import presets
 from mkernel.topology.discover import Discovery, discover, read
 from mkernel.topology.model import Accelerator, Nic, Note
 from mkernel.topology.sources import formats
@@ -53,9 +55,11 @@ def command(
         list[Path] | None,
         typer.Option(
             "--from",
-            metavar="FILE",
-            help=f"Read a machine from {formats.KNOWN}, or JSON that this "
-            "command printed. Given several times: files about one machine, merged.",
+            "--topology",
+            metavar="FILE|PRESET",
+            help=f"Read a machine from {formats.KNOWN}, JSON that this command printed, or a "
+            "description of your own; or take one of --list. Given several times: files about one "
+            "machine, merged.",
         ),
     ] = None,
     sysfs_root: Annotated[
@@ -64,6 +68,16 @@ def command(
             "--sysfs-root",
             metavar="DIR",
             help="Read a recorded tree: a folder that holds `sys/`. Drivers are not asked then.",
+        ),
+    ] = None,
+    listed: Annotated[
+        bool, typer.Option("--list", help="Name the machines that --topology takes.")
+    ] = False,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the machine for --topology: a preset's description to edit, or JSON.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -88,6 +102,9 @@ def command(
     ] = 2,
 ) -> None:
     """Show what this machine, or a recorded one, is made of: CPUs, accelerators, NICs, links."""
+    if listed:
+        _list(as_json)
+        return
     if measure_file is not None:
         if from_file or sysfs_root:
             raise ArgumentError("--measure", measure_file, "no --from and no --sysfs-root")
@@ -95,6 +112,9 @@ def command(
         return
     found = _discovery(tuple(from_file or ()), sysfs_root)
     first = found.topology.nodes[0]
+    if save is not None:
+        with terminal.writing("--save", save):
+            write_file(save, _saved(tuple(from_file or ()), found))
     if plot is not None:
         with terminal.writing("--plot", plot, ", .svg, .png or .pdf"):
             picture.write(first, plot)
@@ -118,6 +138,28 @@ def _discovery(files: tuple[Path, ...], sysfs_root: Path | None) -> Discovery:
     if sysfs_root is not None:
         return discover(sysfs_root)
     return discovered()
+
+
+def _list(as_json: bool) -> None:
+    known = presets.presets()
+    if as_json:
+        rows = [
+            {"name": name, "aliases": one.aliases, "about": one.about, "sources": one.sources}
+            for name, one in known.items()
+        ]
+        terminal.write_json(json.dumps(rows, indent=2))
+        return
+    console = Terminal(highlight=False, soft_wrap=True)
+    for name, one in known.items():
+        console.print(f"{', '.join((name, *one.aliases)):<27} {one.about}")
+    console.print("All are described from public figures, and were never measured.", style="dim")
+
+
+def _saved(files: tuple[Path, ...], found: Discovery) -> str:
+    preset = presets.find(str(files[0])) if len(files) == 1 else None
+    if preset is not None:
+        return preset.read_text(encoding="utf-8")
+    return found.topology.model_dump_json(indent=2, exclude_defaults=True) + "\n"
 
 
 def discovered() -> Discovery:

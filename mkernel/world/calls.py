@@ -286,6 +286,16 @@ class Calls:
         self._raise_refused()
         return launch.results()
 
+    @property
+    def launched(self) -> int:
+        """Return how many calls were launched: the epoch of the last one."""
+        return self._launched
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Return the bytes of symmetric memory that are held, by use."""
+        return self._heap.held_bytes
+
     def count_error(self) -> None:
         """Count a call that raised."""
         self.counters.errors += 1

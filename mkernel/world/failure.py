@@ -8,16 +8,17 @@ every rank raises the error that it describes.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch.distributed import Store
 
-from mkernel import failure_record
+from mkernel import failure_record, log
 from mkernel.backends.contracts.accelerator import AcceleratorBackend, Launch
 from mkernel.backends.contracts.nic import NicSession
 from mkernel.backends.transport import _transport
@@ -38,6 +39,11 @@ _CODES = {
 }
 """Abort codes by the kind of a notice; that of any other kind is ``peer_failure``."""
 _Record = tuple[_transport.AbortCode, _transport.Diagnosis]
+
+
+failures: Counter[str] = Counter()
+"""Worlds of this process that broke, by the kind of their first notice."""
+os.register_at_fork(after_in_child=failures.clear)
 
 
 def _nowhere() -> str:
@@ -94,6 +100,11 @@ class FailureMonitor:
         # (number of the latest call, its key), replaced as one so that a heartbeat never pairs one
         # call's number with another's plan.
         self.call: tuple[int, str] = (0, "")
+
+    @property
+    def world(self) -> str:
+        """Return the world's name, for the log."""
+        return str(self.about.get("world", "-"))
 
     def wait_s(self) -> float:
         """Return how long, in seconds, a wait on the host that begins now may take."""
@@ -291,6 +302,10 @@ class FailureMonitor:
         if notice is None or notice.kind == "Cancelled":
             return ""
         number, _ = self.call
+        failures[notice.kind] += 1
+        log.of_world(__name__, self.rank, self.world).error(
+            "broken in call %d: %s: %s", number, notice.kind, notice.message
+        )
         record = {
             "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **self.about,

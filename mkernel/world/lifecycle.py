@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroup, Store
@@ -15,7 +15,7 @@ from mkernel import selection
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized, Unsupported
 from mkernel.settings import Settings, check_timeout
 from mkernel.settings import load as load_settings
-from mkernel.world import environment, groups
+from mkernel.world import environment, exposition, groups
 from mkernel.world.environment import Started
 from mkernel.world.groups import Group
 from mkernel.world.handshake import world_key
@@ -311,17 +311,28 @@ def synchronize(group: Group = None) -> None:
     current(group).synchronize()
 
 
-def stats(group: Group = None) -> Statistics:
+@overload
+def stats(group: Group = None, *, format: None = None) -> Statistics: ...
+@overload
+def stats(group: Group = None, *, format: Literal["prometheus"]) -> str: ...
+def stats(group: Group = None, *, format: Literal["prometheus"] | None = None) -> Statistics | str:
     """Return statistics of this rank's calls of a world so far: calls by op, bytes sent by way, new
     shapes, waits of the host, commands that the NIC could not take at once, errors. Not collective.
 
     Args:
         group: names the world; None: the default one.
+        format: ``"prometheus"``: return text for a Prometheus server instead, with more detail, of the
+            group's world or, where none is named, of every world of this process, if there is any.
 
     Raises:
-        NotInitialized: there is no such world.
+        NotInitialized: there is no such world. ArgumentError: there is no such format.
     """
-    return current(group).statistics()
+    if format is None:
+        return current(group).statistics()
+    if format != "prometheus":
+        raise ArgumentError("format", repr(format), "'prometheus', or None")
+    every = worlds.all()
+    return exposition.text(len(every), every if group is None else [current(group)])
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, group: Group = None) -> torch.Tensor:

@@ -7,12 +7,14 @@ import itertools
 import math
 import operator
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from mkernel import log
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.memory import PeerMemory, SymmetricMemory
 from mkernel.backends.contracts.nic import NicSession
@@ -223,6 +225,7 @@ class SymmetricHeap:
     Attributes:
         pad: address of the rank's own.
         board: by which ranks compare digests; None: some are on other nodes.
+        held_bytes: what is allocated, by use, without the pad, whose pages are there once used.
         staged: NICs do not reach the accelerator's memory; they get staging memory instead.
     """
 
@@ -250,6 +253,7 @@ class SymmetricHeap:
         self._users: list[SymmetricBuffer] = []
         self._known: CallPath | None = None
         self._held = contextlib.ExitStack()
+        self.held_bytes: Counter[str] = Counter()
         self.session: NicSession | None = None
         self.staged = False
         # As many counters as can be named: host pages that nobody touches take no memory. Behind them
@@ -257,6 +261,7 @@ class SymmetricHeap:
         pad_bytes = _transport.pad_bytes(_transport.MOST_SIGNALS)
         self._pad = self._allocate(
             pad_bytes + board_bytes(),
+            None,
             lambda memory: _transport.pad_format(memory.address, _transport.MOST_SIGNALS),
             HostPages(),
         )
@@ -281,11 +286,12 @@ class SymmetricHeap:
     def _allocate(
         self,
         nbytes: int,
+        use: str | None,
         prepare: Callable[[SymmetricMemory], None] = lambda memory: None,
         source: Source | None = None,
     ) -> SymmetricBuffer:
         """Allocate a buffer, until the end of the world, from the accelerator or another source.
-        Collective."""
+        Collective. ``use``: under which it is counted; None: it is not."""
         region = next(self._regions)
         unreached = self.staged and source is None
         try:
@@ -302,6 +308,10 @@ class SymmetricHeap:
             self._failure.look_for_abort()  # a peer that has failed takes its memory along
             raise
         self._held.callback(buffer.close)
+        if use is not None:
+            self.held_bytes[use] += nbytes
+            told = log.of_world(__name__, self._identity.rank, self._failure.world)
+            told.debug("holds %d bytes more of symmetric memory for %s", nbytes, use)
         return buffer
 
     # ---- the users' tensors --------------------------------------------------------------------
@@ -318,7 +328,7 @@ class SymmetricHeap:
         if not isinstance(dtype, torch.dtype):
             raise DtypeError("dtype", repr(dtype), "a torch.dtype")
         self._failure.raise_if_broken()
-        buffer = self._allocate(math.prod(sizes) * dtype.itemsize)
+        buffer = self._allocate(math.prod(sizes) * dtype.itemsize, "tensors")
         made = buffer.local.tensor(0, sizes, dtype)
         self._users.append(buffer)
         if self._known is not None:
@@ -386,7 +396,7 @@ class SymmetricHeap:
     def _arena_for(self, areas: Sequence[int]) -> Arena:
         if self._arena is None or not self._arena.holds(areas):
             arena = Arena(areas) if self._arena is None else self._arena.larger(areas)
-            arena.buffer = self._allocate(arena.nbytes, self._accelerator.format)
+            arena.buffer = self._allocate(arena.nbytes, "workspace", self._accelerator.format)
             arena.peers = self._with_workspaces(arena.buffer.peers)
             self._arena = arena
         return self._arena
@@ -410,7 +420,7 @@ class SymmetricHeap:
             )
             if not self._takes_outputs:
                 return
-            self._outputs = made = self._allocate(larger, source=found)
+            self._outputs = made = self._allocate(larger, "outputs", source=found)
         memories = {self._identity.rank: made.local, **made.peers}
         everywhere = {rank: memory.address for rank, memory in memories.items()}
         self._takes_outputs = self._accelerator.add_outputs(made.local, everywhere)
@@ -418,5 +428,5 @@ class SymmetricHeap:
     def _staging_for(self, nbytes: int) -> SymmetricBuffer:
         if self._staging is None or self._staging.nbytes < nbytes:
             larger = max(nbytes, 2 * self._staging.nbytes if self._staging else 0)
-            self._staging = self._allocate(larger, source=_Staging(self._accelerator))
+            self._staging = self._allocate(larger, "staging", source=_Staging(self._accelerator))
         return self._staging

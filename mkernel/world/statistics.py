@@ -6,7 +6,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.traffic import traffic_of
@@ -14,7 +14,15 @@ from mkernel.plan.traffic import traffic_of
 Way = Literal["peer memory", "copy engine", "nic", "process group"]
 
 _MOST = 4096
-"""Kinds of calls that are counted apart. When there are more, all are summed up by op."""
+"""Kinds of calls that are counted apart. When there are more, all are summed up by their sort."""
+
+
+class Sort(NamedTuple):
+    """What statistics tell apart of calls."""
+
+    op: str
+    accelerator: str
+    path: str
 
 
 @dataclass(frozen=True)
@@ -62,10 +70,10 @@ class CallKind:
         """Count one more call of this kind."""
         self.counter[:] = (self.calls + 1).to_bytes(8, sys.byteorder)
 
-    def add_to(self, calls: Counter[str], sent_bytes: Counter[Way], rank: int) -> None:
+    def add_to(self, calls: Counter[Sort], sent_bytes: Counter[Way], rank: int) -> None:
         """Add these calls of a rank to counters; what each of them sends nobody asked before."""
-        number = self.calls
-        calls[self._plan.op] += number
+        number, plan = self.calls, self._plan
+        calls[Sort(plan.op, plan.accelerator, plan.path)] += number
         for way, nbytes in sent(self._plan, rank).items():
             sent_bytes[way] += number * nbytes
 
@@ -81,7 +89,7 @@ class CallCounters:
         self._rank = rank
         self._forget = forget
         self._kinds: dict[str, CallKind] = {}
-        self._calls: Counter[str] = Counter()
+        self._calls: Counter[Sort] = Counter()
         self._sent: Counter[Way] = Counter()
         self.new_shapes = 0
         self.waits = 0
@@ -98,8 +106,8 @@ class CallCounters:
             found = self._kinds[key] = CallKind(plan)
         return found
 
-    def add_to(self, calls: Counter[str], sent_bytes: Counter[Way]) -> None:
-        """Add all that was counted to these counters."""
+    def add_to(self, calls: Counter[Sort], sent_bytes: Counter[Way]) -> None:
+        """Add all that was counted to these counters; bytes of all ways are those that plans say."""
         calls.update(self._calls)
         sent_bytes.update(self._sent)
         for kind in list(self._kinds.values()):
@@ -113,15 +121,14 @@ class CallCounters:
 
 
 def sent(plan: LaunchPlan, rank: int) -> dict[Way, int]:
-    """Return the bytes that a rank sends in one call of a plan, by way, but for those of the NIC,
-    which counts them itself."""
+    """Return the bytes that a rank sends in one call of a plan, by way."""
     world = plan.world_size
     if world == 1:
         return {}
     how = plan.schedule
     assert how is not None, "plans that are called have a schedule"
     near: Way = "copy engine" if how.copy_engines else "peer memory"
-    ways: dict[str, Way] = {"p2p": near, "group": "process group"}
+    ways: dict[str, Way] = {"p2p": near, "group": "process group", "nic": "nic"}
     nbytes: defaultdict[str, float] = defaultdict(float)
     for peer, each in traffic_of(plan).from_rank(rank).items():
         nbytes[plan.routes.route(plan.placement, rank, peer).kind] += each

@@ -18,11 +18,11 @@ import select
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from mkernel import log
 from mkernel.backends.runtime.threads import END_S, Thread, end
 from mkernel.errors import (
     Cancelled,
@@ -210,12 +210,11 @@ class Watchdog:
         except ProcessLookupError:
             self._dead.append(peer.rank)
         except OSError as error:  # no descriptor is left, or a sandbox has no such call
-            warnings.warn(
+            log.warn(
+                __name__,
                 f"rank {self._rank} cannot watch the process {peer.pid} of rank {peer.rank} ({error}): "
                 f"its death shows by {_SILENCE_HEARTBEATS * self._heartbeat_s:g} s of silence, not at "
                 "once",
-                RuntimeWarning,
-                stacklevel=1,
             )
 
     def start(self) -> None:

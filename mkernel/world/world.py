@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from mkernel import selection
+from mkernel import log, selection
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.instrumented import View
-from mkernel.backends.contracts.nic import NicSession
+from mkernel.backends.contracts.nic import NicSession, NicStatistics
 from mkernel.backends.runtime._calls import CallPath
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
@@ -28,6 +29,7 @@ from mkernel.world.calls import CallRecord, Calls
 from mkernel.world.engine import DRAIN_S, Engine
 from mkernel.world.environment import Chosen
 from mkernel.world.exchange import Exchange
+from mkernel.world.exposition import Page
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.identity import Backends, Identity
 from mkernel.world.join import Membership
@@ -35,7 +37,7 @@ from mkernel.world.join_deadline import JoinDeadline
 from mkernel.world.order import Turns
 from mkernel.world.process_group import GroupStore, innermost
 from mkernel.world.sealing import Seal
-from mkernel.world.statistics import Statistics, Way
+from mkernel.world.statistics import Sort, Statistics, Way
 from mkernel.world.torch_state import allocation
 
 
@@ -89,6 +91,9 @@ class World:
         self.families: TwoGenerationCache[bytes, Any] = TwoGenerationCache()
         self._key = key
         self._stores = [innermost(store) for store in stores]
+        self._plans_made: Counter[str] = Counter()  # by accelerator
+        log.show(settings.log)
+        self._log = log.of_world(__name__, self.rank, name)
         self._failure = FailureMonitor(self.rank, self.size, settings.timeout_s, stores, key)
         self._failure.joining = deadline or JoinDeadline(settings.join_timeout_s)
         self._failure.about = {
@@ -122,6 +127,10 @@ class World:
             self._calls.forget()
             self._leave()
             raise
+        self._log.info(
+            "begins: %d ranks on %d nodes, on %s, nic %s, verbs %s",
+            self.size, identity.nodes, ",".join(backends.accelerators), backends.nic, backends.verbs,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         state = self.backends.accelerator + (" (ended)" if self.ended else "")
@@ -235,6 +244,14 @@ class World:
         """Remember a plan that was made with this world's map and backends: its calls need not be
         compared with the world again."""
         self._membership.planned(plan)
+        self._plans_made[plan.accelerator] += 1
+        if self._log.isEnabledFor(logging.INFO):
+            self._log.info("plan %s", _described(plan))
+            if plan.accelerator != self.backends.accelerator:
+                self._log.info(
+                    "fallback: %s runs on %s, as %s does not take it",
+                    plan.op, plan.accelerator, self.backends.accelerator,
+                )  # fmt: skip
 
     def synchronize(self) -> None:
         """Wait until every call that this rank has made is over. WorldError: what broke one."""
@@ -242,15 +259,15 @@ class World:
 
     def statistics(self) -> Statistics:
         """Sum up this rank's calls so far. Not collective."""
+        sorts, sent_bytes = self._counted()
         calls: Counter[str] = Counter()
-        sent_bytes: Counter[Way] = Counter()
-        companions = [one for one, _ in self._companions.values()]
-        counters = [each.counters for each in (self._calls, *companions)]
-        for each in counters:
-            each.add_to(calls, sent_bytes)
+        for sort, number in sorts.items():
+            calls[sort.op] += number
+        counters = [each.counters for each in self._all_calls().values()]
         carried = None if self.nic is None or self.ended else self.nic.statistics()
+        del sent_bytes["nic"]  # of them the proxy counts what it has carried
         if carried is not None and carried.put_bytes:
-            sent_bytes["nic"] += carried.put_bytes
+            sent_bytes["nic"] = carried.put_bytes
         return Statistics(
             calls=dict(calls),
             sent_bytes=dict(sent_bytes),
@@ -260,6 +277,49 @@ class World:
             retries=0 if carried is None else carried.stalls,
             errors=sum(each.errors for each in counters),
         )
+
+    def observe(self, page: Page) -> None:
+        """Add this rank's numbers of the world to a page of Prometheus' text."""
+        page.common = {"world": self.name, "rank": self.rank}
+        page.add("world_ranks", self.size)
+        page.add("world_nodes", self.identity.nodes)
+        sorts, planned = self._counted()
+        for sort, number in sorts.items():
+            page.add("calls_total", number, **sort._asdict())
+            if sort.accelerator != self.backends.accelerator:
+                page.add("fallback_calls_total", number, **sort._asdict())
+        for name, number in dict(self._plans_made).items():  # any thread may ask
+            page.add("plans_total", number, accelerator=name)
+        for name, calls in self._all_calls().items():
+            page.add("new_shapes_total", calls.counters.new_shapes, accelerator=name)
+            page.add("epochs_total", calls.launched, accelerator=name)
+            for use, nbytes in dict(calls.memory).items():
+                page.add("memory_bytes", nbytes, accelerator=name, use=use)
+        found = self.statistics()
+        page.add("errors_total", found.errors)
+        page.add("waits_total", found.waits)
+        page.add("wait_seconds_total", found.waited_s)
+        for way, nbytes in found.sent_bytes.items():
+            page.add("sent_bytes_total", nbytes, way=way)
+        if self.nic is not None and not self.ended:
+            page.add("planned_nic_bytes_total", planned["nic"])
+            _observe_nic(page, self.nic.statistics())
+
+    def _all_calls(self) -> dict[str, Calls]:
+        """Return the calls of each engine that is open, by its accelerator."""
+        companions = list(self._companions.items())
+        return {
+            self.backends.accelerator: self._calls,
+            **{name: one for name, (one, _) in companions},
+        }
+
+    def _counted(self) -> tuple[Counter[Sort], Counter[Way]]:
+        """Return the numbers of calls, and what they send as their plans say."""
+        calls: Counter[Sort] = Counter()
+        sent_bytes: Counter[Way] = Counter()
+        for each in self._all_calls().values():
+            each.counters.add_to(calls, sent_bytes)
+        return calls, sent_bytes
 
     def barrier(self) -> None:
         """Wait until every rank has called it. Timeout, PeerFailure."""
@@ -298,7 +358,11 @@ class World:
         try:
             self._calls.end(error)
         finally:
+            launched = sum(each.launched for each in self._all_calls().values())
             self._leave()
+            self._log.info(
+                "ends after %d calls%s", launched, "" if error is None else f": {error!r}"
+            )
 
     def _leave(self) -> None:
         """Free what the world holds. What refers back to it is dropped, so that it goes as soon as
@@ -360,3 +424,27 @@ class World:
 
     def _drain(self) -> None:
         self._calls.drain()
+
+
+def _described(plan: LaunchPlan) -> str:
+    """Describe a plan in a line of the log."""
+    sizes = plan.shape.model_dump(exclude={"kind"}, exclude_none=True)
+    times = plan.prediction
+    predicted = "no prediction" if times is None else f"predicted {times.pipelined_us:.1f} us"
+    return (
+        f"{plan.op} of {sizes} {plan.dtype} on {plan.accelerator}: path {plan.path}, {predicted}, "
+        f"digest {plan.digest()[:12]}"
+    )
+
+
+def _observe_nic(page: Page, found: NicStatistics) -> None:
+    page.add("nic_puts_total", found.puts)
+    page.add("nic_signals_sent_total", found.signals_sent)
+    page.add("nic_signals_raised_total", found.signals_raised)
+    page.add("nic_stalls_total", found.stalls)
+    page.add("nic_queue_depth", found.queue_depth)
+    for kind in ("host", "dmabuf", "peermem"):
+        page.add("nic_regions", getattr(found, f"{kind}_regions"), kind=kind)
+    for lane in found.lanes:
+        page.add("nic_lane_bytes_total", lane.nbytes, peer=lane.peer, port=lane.port)
+        page.add("nic_lane_messages_total", lane.messages, peer=lane.peer, port=lane.port)

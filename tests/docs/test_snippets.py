@@ -189,5 +189,6 @@ def test_other_pages_have_a_test_of_their_own(page: str, test: str) -> None:
 def test_every_page_with_python_is_run() -> None:
     """Blocks of other kinds show output, configuration or pieces of a class; the kinds are few."""
     kinds = {block.language for page in PAGES if page.is_file() for block in blocks(page)}
-    assert kinds <= {"", "python", "console", "diff", "py", "toml", "cpp", "c", "bash", "yaml"}
+    allowed = {"", "python", "console", "json", "diff", "py", "toml", "cpp", "c", "bash", "yaml"}
+    assert kinds <= allowed
     assert shutil.which("bash")

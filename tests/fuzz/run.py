@@ -52,6 +52,7 @@ READERS = {
     ),
     "topology": (
         "topology/discover.py", "topology/merge.py", "topology/model.py",
+        "topology/sources/description.py",
         "topology/sources/formats.py", "topology/sources/hwloc.py",
         "topology/sources/nccl.py", "topology/sources/npu.py",
         "topology/sources/xml.py",

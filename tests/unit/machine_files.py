@@ -1,8 +1,9 @@
 """Files of real machines: those that the project describes, and published ones where they are present.
 
-``tests/data/machines`` describes machines in the project's own words: buses, NUMA nodes, what hangs
-below which switch, link rates. Here a description becomes the file that NCCL or hwloc would have.
-What vendors published is not part of the project; ``PUBLISHED_TOPOLOGIES`` names a folder that has it.
+The presets and ``tests/data/machines`` describe machines in the project's own words: buses, NUMA
+nodes, what hangs below which switch, link rates. Here a description becomes the file that NCCL or hwloc
+would have. What vendors published is not part of the project; ``PUBLISHED_TOPOLOGIES`` names a folder
+that has it.
 """
 
 from __future__ import annotations
@@ -15,23 +16,27 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 import pytest
 
+from mkernel.topology import presets
+
 ROOT = Path(__file__).parents[2]
 DESCRIBED = ROOT / "tests" / "data" / "machines"
+"""Machines beside the presets of ``topology/machines``."""
 PUBLISHED = Path(os.environ.get("PUBLISHED_TOPOLOGIES", ROOT.parent / "shared" / "topologies"))
 GBS_PER_GT = 128 / 130 / 8
 """GB/s of one lane for each GT/s, with the 128b/130b coding of PCIe 3 to 5."""
 
 
 def machine_file(name: str, folder: Path) -> Path:
-    """``p5.nccl`` and ``p5.hwloc`` are written into ``folder`` from ``p5.json``; a name that ends in
-    ``.xml`` is a published file, without which the test is skipped."""
+    """``p5.nccl`` and ``p5.hwloc`` are written into ``folder`` from the preset ``p5``; a name that ends
+    in ``.xml`` is a published file, without which the test is skipped."""
     if name.endswith(".xml"):
         published = PUBLISHED / name
         if not published.exists():
             pytest.skip(f"{name} is a published file; PUBLISHED_TOPOLOGIES names no folder with it")
         return published
     described, _, how = name.rpartition(".")
-    machine = json.loads((DESCRIBED / f"{described}.json").read_text())
+    file = presets.find(described) or DESCRIBED / f"{described}.json"
+    machine = json.loads(file.read_text())
     document = {"nccl": nccl, "hwloc": hwloc}[how](machine)
     file = folder / f"{name}.xml"
     file.write_bytes(tostring(document))
@@ -141,7 +146,11 @@ def hwloc_object(parent: Element, kind: str, **attributes: str) -> Element:
 
 def _functions(machine: dict[str, Any], tree: dict[str, Any]) -> list[tuple[str, str]]:
     """Kind and address of what hangs in a tree."""
-    return [(kind, _address(each)) for kind in machine["kinds"] for each in tree.get(kind, ())]
+    return [
+        (kind, _address(each))
+        for kind in machine["kinds"]
+        for each in tree["devices"].get(kind, ())
+    ]
 
 
 def _address(text: str) -> str:

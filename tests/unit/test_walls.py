@@ -30,6 +30,7 @@ LEAVES = {
     "mkernel.failure_record",
     "mkernel.host_limits",
     "mkernel.installed",
+    "mkernel.log",
     "mkernel.printable",
     "mkernel.schema_version",
     "mkernel.tabular",
@@ -58,6 +59,7 @@ HARNESS = {*API, "mkernel.cases"}
 MAY_IMPORT: dict[str, set[str]] = {
     "mkernel.errors": {"mkernel.printable"},
     "mkernel.installed": set(),
+    "mkernel.log": set(),
     "mkernel.printable": set(),
     "mkernel.schema_version": {"mkernel.printable", "mkernel.version"},
     "mkernel.tabular": set(),

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 PLUGINS = ROOT / "examples" / "plugins"
 DATA = {
     "mkernel/topology/data/links.json",
+    "mkernel/topology/machines/dgx-h100.json",
     "mkernel/backends/accelerators/cuda/chips.json",
     *(f"mkernel/backends/accelerators/{b}/machine.json" for b in ("ascend", "cuda", "streams")),
 }

@@ -89,6 +89,11 @@ def accelerator_id(kind: KindName, index: int) -> str:
     return f"{_STEMS[kind]}{index}"
 
 
+def is_accelerator(kind: KindName) -> bool:
+    """Return whether devices of a kind are accelerators that sources know."""
+    return kind in _STEMS
+
+
 def model(vendor: int | None, device: int | None) -> str:
     """Return a name for a device without a better known one: ``10de:2330``."""
     return "unknown" if vendor is None or device is None else f"{vendor:04x}:{device:04x}"

@@ -11,12 +11,12 @@ import contextlib
 import queue
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from mkernel import log
 from mkernel.backends.accelerators.streams.call_streams import (
     AbortWord,
     Broken,
@@ -126,7 +126,7 @@ class StreamsLaunch(Launch, InstrumentedLaunch):
                     return
                 time.sleep(_LOOK_S)
             # The world's error is the same on every rank; the library's message goes beside it.
-            warnings.warn(f"torch.distributed: {broken.__cause__}", RuntimeWarning, stacklevel=2)
+            log.warn(__name__, f"torch.distributed: {broken.__cause__}")
         who = _transport.Diagnosis()
         who.waiter = _transport.Waiter.comm_kernel
         who.op = self._call.number & 0xFFFFFFFF
