@@ -4,9 +4,9 @@ A call inside of autocast is the same call outside of it with other arguments: t
 names are cast to autocast's dtype, as torch casts those of ``torch.mm``. Derivatives compute in the
 dtypes of their forward, wherever ``backward`` is called.
 
-Torch casts a weight once in a region (the outermost ``torch.autocast``), and forgets what it cast at the
-region's end. Python cannot read its cache, so weights of ours have one that ends with it: a tensor that
-torch holds in its own is watched.
+Torch casts a weight once in a region (the outermost ``torch.autocast``), and forgets what it cast at
+the region's end. Python cannot read its cache, so weights of ours have one that ends with it: a tensor
+that torch holds in its own is watched.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ CASTS: Mapping[str, tuple[str, ...]] = {
     "moe_gemm_combine_backward": _NOTHING,
     "ring_attention_backward": _NOTHING,
 }
-"""The arguments that autocast casts, by op: activations, weights and biases of products. All others keep
-their dtypes: scales, weights of routing and norms, residuals, outputs."""
+"""The arguments that autocast casts, by op: activations, weights and biases of products. All others
+keep their dtypes: scales, weights of routing and norms, residuals, outputs."""
 
 
 def run(call: Callable[..., Any], name: str, given: dict[str, Any]) -> Any:
@@ -156,7 +156,7 @@ class _Cache:
         if self._watched() is None:
             self._watched = weakref.ref(self._held_by_torch(), lambda _: self._casts.clear())
         state = dtype, value._version, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        found: tuple[Any, Tensor] | None = self._casts.get(value)
+        found: tuple[Any, Tensor] | None = self._casts.get(value)  # type: ignore[no-untyped-call]
         if found is None or found[0] != state:
             found = self._casts[value] = state, value.to(dtype)
         return found[1]
@@ -164,11 +164,21 @@ class _Cache:
     def _held_by_torch(self) -> Tensor:
         """Have torch cast a parameter, and return what it keeps of it until the end of the region."""
         saved: list[Tensor] = []
-        keep = saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each)
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+
+        def keep(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
             if self._mark is None:
                 self._mark = torch.ones(1, 1, device="cpu", requires_grad=True)
-            with keep:  # a product saves its operands, as it multiplied them
+            with saved_tensors_hooks(
+                keep, keep
+            ):  # a product saves its operands, as it multiplied them
                 torch.mm(self._mark, self._mark)
         return saved[0]
 

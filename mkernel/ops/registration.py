@@ -235,13 +235,14 @@ def register(
 
     quick: Any = registered
     differentiable = save is not None and backward is not None
+    derivative = None if backward is None else _derivative(backward)
     if communicates:
         _LIBRARY.impl(name, made(TORCH), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         setattr(_KERNELS, name, made(TORCH, registered=registered))
         quick = made(USER, registered=registered, local=local)
     if communicates and differentiable:
         # What torch itself would register: it sees to what is not just computed.
-        records = autograd.make_autograd_impl(op, autograd.Info(_derivative(backward), save))
+        records = autograd.make_autograd_impl(op, autograd.Info(derivative, save))
         graph = _op(name, parameters, defaults, GRAPH, records, any_rows=any_rows)
         _LIBRARY.impl(name, graph, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
         if not any("List" in str(each.type) for each in arguments):
@@ -250,8 +251,7 @@ def register(
             )
             for each in (quick, graph):
                 each.records(super(Function, function).apply)  # type: ignore[misc]
-    elif save is not None and backward is not None:
-        derivative = _derivative(backward)
+    elif derivative is not None:
         torch.library.register_autograd(qualified, derivative, setup_context=save, lib=_LIBRARY)
     if not communicates:
         _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

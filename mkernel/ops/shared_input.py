@@ -74,7 +74,9 @@ def _product(
         x = shared.cast(x)
     given = (x, weight, bias)
     try:
-        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given):
+        if torch.is_grad_enabled() and any(
+            each is not None and each.requires_grad for each in given
+        ):
             gradient = shared.gradient(x) if x.requires_grad else None
             edge = None if gradient is None else gradient.edge
             found: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
