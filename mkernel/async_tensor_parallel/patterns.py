@@ -17,12 +17,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -32,7 +34,9 @@ SCATTER = c10d.reduce_scatter_tensor.default
 REDUCE = c10d.all_reduce.default
 WAIT = c10d.wait_tensor.default
 SCALED_MM = aten._scaled_mm.default
+CAST = torch.ops.prims.convert_element_type.default
 VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+_NARROW = (torch.bfloat16, torch.float16)
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
@@ -195,17 +199,70 @@ def producer(node: Node) -> tuple[Node, bool]:
 
 def terms(node: Node) -> tuple[list[Node], bool]:
     """Return the nodes whose sum a node is, which may be one; and whether nothing else uses them, or
-    what lies between."""
+    what lies between. They may be narrower: autocast widens gradients before they are added."""
     source, alone = producer(node)
-    if not _adds(source):
+    widens = _widens(source)
+    if not (widens or _adds(source)):
         return [source], alone
     found: list[Node] = []
-    for each in source.args:
+    for each in source.args[:1] if widens else source.args:
         assert isinstance(each, Node)
         more, others = terms(each)
         alone = alone and others and len(each.users) == 1
         found += more
     return found, alone
+
+
+def _widens(node: Node) -> bool:
+    """Return whether a node casts a floating-point tensor to a dtype that has all of its values."""
+    if node.target is not CAST:
+        return False
+    (given, _), dtype = node.args, value(node).dtype
+    assert isinstance(given, Node)
+    narrow = value(given).dtype
+    return narrow.is_floating_point and torch.promote_types(narrow, dtype) == dtype != narrow
+
+
+def narrow_gathers(graph: Graph, ranks: Callable[[str], int | None]) -> None:
+    """Cast what ranks gather for products before they gather it, where all uses cast it to 16 bits, as
+    autocast does. ``ranks``: of a group, by its name; None: it has no world."""
+    for start in collectives(graph):
+        size = ranks(group_name(start)) if start.target is GATHER else None
+        found = None if size is None else gather(start, size)
+        if found is None or not beside_product(start):
+            continue
+        views = list(flattened(found.result))
+        casts = [user for view in views for user in view.users if user not in views]
+        dtypes = {value(each).dtype for each in casts if each.target is CAST}
+        given = value(found.shard)
+        alike = len(dtypes) == 1 and all(each.target is CAST for each in casts)
+        dtype = dtypes.pop() if alike else None
+        if dtype not in _NARROW or given.dtype.itemsize <= dtype.itemsize:
+            continue
+        with graph.inserting_before(start):
+            cast = graph.call_function(CAST, (found.shard, dtype))
+        cast.meta["val"] = given.to(dtype)
+        start.replace_input_with(found.shard, cast)
+        narrowed = partial(Tensor.to, dtype=dtype)
+        moved = [start, *_between(start, found.result), *views[1:]]
+        for each in moved:
+            each.meta["val"] = tree_map_only(Tensor, narrowed, each.meta["val"])
+        for each in casts:
+            source = each.args[0]
+            assert isinstance(source, Node)
+            each.replace_all_uses_with(source)
+            graph.erase_node(each)
+
+
+def _between(start: Node, result: Node) -> list[Node]:
+    """Return the nodes from a collective's wait to the result of its gather."""
+    found, waiting = [], [result]
+    while waiting:
+        each = waiting.pop()
+        if each is not start and each not in found:
+            found.append(each)
+            waiting += each.all_input_nodes
+    return found
 
 
 def _adds(node: Node) -> bool:
@@ -385,7 +442,7 @@ def beside_product(start: Node) -> bool:
     )
 
 
-_MOVES = {WAIT, operator.getitem, aten.cat.default, aten.slice.Tensor, *_SPLITS, *VIEWS}
+_MOVES = {WAIT, CAST, operator.getitem, aten.cat.default, aten.slice.Tensor, *_SPLITS, *VIEWS}
 
 
 def _moved(start: Node, near: Callable[[Node], list[Node]], moves: set[Any]) -> list[Node]:

@@ -7,6 +7,9 @@ ops that the compiler fuses with those around them.
 Several layers of one input add up what they give it: a sum over ranks of a sum of products, or a sum
 of sums over ranks. Both become one call of a product of wider K, unless that moves more memory than it
 saves; else each product is a call, and their results are added.
+
+``torch.autocast`` casts between a collective and a product. What all products cast is cast before it is
+gathered, so that it travels in 16 bits; sums of products that are widened first are taken in float32.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ def rewrite(graph: Graph, report: Report) -> None:
     """Rewrite what can be rewritten, in the graph's order, which is the same on all ranks. Gathers
     of scales, which are rewritten with those of the scaled operands, come after the others."""
     patterns.join_waits(graph)
+    patterns.narrow_gathers(graph, _ranks)
     for start in sorted(patterns.collectives(graph), key=patterns.gathers_scales):
         if start._erased:
             continue
@@ -68,6 +72,14 @@ def rewrite(graph: Graph, report: Report) -> None:
             replaced = [found.calls, *[0] * (found.collectives - 1)]
             report.decisions += [Decision(name, group, found.op, calls=each) for each in replaced]
     graph.eliminate_dead_code()  # views made for collectives that were left in the end
+
+
+def _ranks(group: str) -> int | None:
+    """Return the number of ranks of a group; None: it has no world."""
+    try:
+        return current(group).size
+    except NotInitialized:
+        return None
 
 
 class _Calls(NamedTuple):
@@ -532,6 +544,8 @@ def _operands(
     summand = value(total.summand)
     op = REDUCE_OP if total.dim is None else SCATTER_OP
     out_dtype = dtype_of_sum(world, summand.dtype) if mean else None
+    if out_dtype is None and summand.dtype != value(product.mm).dtype:  # the program widens it
+        out_dtype = summand.dtype
     a, scales = product.a, product.scales
     if total.dim is not None:
         a = _rows_by_rank(graph, a, summand.shape[:-1], total.dim, world.size)

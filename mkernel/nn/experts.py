@@ -21,6 +21,7 @@ from torch.nn.functional import pad, silu
 from mkernel.errors import ArgumentError, DtypeError, ShapeError
 from mkernel.nn.block_scaled import SCALE, joined, padded, quantised
 from mkernel.nn.sharded import ShardedModule
+from mkernel.ops import autocast
 from mkernel.ops.around import refuse_gradients
 from mkernel.ops.moe import MoeDispatch, MoeQuantisedDispatch, moe_dispatch_gemm
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
@@ -217,7 +218,7 @@ class ExpertParallelMLP(ShardedModule):
             topk_weights: [..., k], floating point.
 
         Returns:
-            [..., H], shaped as ``x``, in its dtype.
+            [..., H], shaped as ``x``, in its dtype; where autocast is on, in autocast's.
 
         Raises:
             ShapeError: more tokens than ``max_tokens``; and the other errors of
@@ -236,6 +237,8 @@ class ExpertParallelMLP(ShardedModule):
             tokens, weights = pad(tokens, (0, 0, 0, missing)), pad(weights, (0, 0, 0, missing))
             ids = pad(ids, (0, 0, 0, missing), value=-1)
         up, down = self._weights()
+        if autocast.enabled():
+            tokens = autocast.cast(tokens)
         if self.transposed:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         fused: Activation | None = "silu_and_mul" if self._fuses(tokens, up) else None
@@ -247,7 +250,7 @@ class ExpertParallelMLP(ShardedModule):
             of_up["w_scale"] = self.gate_up_proj_scale_inv.transpose(1, 2)
             of_up["quantise"] = fused and "block"
             of_down["w2_scale"] = self.down_proj_scale_inv.transpose(1, 2)
-            of_down["out_dtype"] = x.dtype
+            of_down["out_dtype"] = tokens.dtype
         sent: MoeDispatch | MoeQuantisedDispatch = moe_dispatch_gemm(
             tokens.contiguous(),
             ids.contiguous(),
@@ -268,6 +271,9 @@ class ExpertParallelMLP(ShardedModule):
 
     def _weights(self) -> tuple[Tensor, Tensor]:
         """Return this rank's weights, as they are stored."""
+        if autocast.enabled():
+            up, down = autocast.cast([self.gate_up_proj, self.down_proj])
+            return up, down
         return self.gate_up_proj, self.down_proj
 
     def _fuses(self, x: Tensor, up: Tensor) -> bool:

@@ -22,6 +22,7 @@ from torch.nn import Linear, Parameter
 
 from mkernel.errors import ArgumentError, ShapeError
 from mkernel.nn.sharded import ShardedModule
+from mkernel.ops import autocast
 from mkernel.ops.all_gather_gemm import all_gather_gemm
 from mkernel.ops.around import turned
 from mkernel.ops.columns import parts_of_columns
@@ -194,6 +195,8 @@ def column_product(
     ``save_gathered``: as the layer takes it.
     """
     check_input(x, weight.shape[1], split)
+    if autocast.enabled():
+        weight, bias = autocast.cast([weight, bias])
     if split is not None:
         x = turned(x, split) if torch.compiler.is_compiling() else x
         return all_gather_gemm(
@@ -217,6 +220,8 @@ def row_product(
     ``split``: the dimension along which ranks keep parts of the result; None: each keeps all of it.
     """
     check_input(x, weight.shape[1], split)
+    if autocast.enabled():
+        weight, bias = autocast.cast([weight, bias])
     if split is None:
         return gemm_all_reduce(x, weight.t(), bias=bias, prefetch=prefetch, group=group)
     return gemm_reduce_scatter(x, weight.t(), bias=bias, scatter_dim=split, group=group)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
@@ -27,6 +28,7 @@ from torch.nn import Linear, Module
 from mkernel.errors import ArgumentError
 from mkernel.nn.embedding_style import shard_rows
 from mkernel.nn.linear import check_input, row_product
+from mkernel.ops import autocast
 from mkernel.ops.shared_input import shared_product
 from mkernel.world.lifecycle import current
 
@@ -57,7 +59,10 @@ class _FusedLinear(Linear):
                 )
             if input.placements != layouts.inputs:
                 input = input.redistribute(placements=layouts.inputs)
-        y = self._product(input, _local(self.weight), _local(self.bias), layouts)
+        weight, bias = self.weight, self.bias
+        if autocast.enabled() and not torch.compiler.is_compiling():  # casts of parameters are kept
+            weight, bias = autocast.cast([weight, bias])
+        y = self._product(input, _local(weight), _local(bias), layouts)
         if layouts.local:
             return y
         assert isinstance(self.weight, DTensor)

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mkernel.backends.contracts.output_memory import in_torchs
 from mkernel.backends.runtime._calls import Op
-from mkernel.ops import checkpointing, inductor
+from mkernel.ops import autocast, checkpointing, inductor
 from mkernel.ops.plain import refuse_transform, seen_by_torch
 from mkernel.ops.steps import Steps
 from mkernel.world import profiling
@@ -74,6 +74,12 @@ def native_op(
             return made(**given | {"group": group_name(group)})
         if local is not None and not _USUAL.issuperset(map(type, values)):
             given |= local(given)
+        if signature is None and autocasts and autocast.enabled():
+            if caller == TORCH:
+                with autocast.off():
+                    return made(**given)
+            if registered is None or not function_modes():  # which see a call as it is written
+                return autocast.run(made, name, given)
         if signature is None and registered is not None and _seen(given.values()):
             return registered(**given | {"group": group_name(group)})
         steps = Steps(None if signature is None else values, like)
@@ -89,7 +95,10 @@ def native_op(
         with profiling.named(range_name or name):
             return made(*values)
 
-    made = _op(name, parameters, defaults, caller, python, named, any_rows, family)
+    # Below torch's dispatcher nothing is left of autocast.
+    autocasts = caller == USER or registered is not None
+    functions = _BESIDE_AUTOCAST if autocasts else _FUNCTIONS
+    made = _op(name, parameters, defaults, caller, python, named, any_rows, family, functions)
     return made
 
 
@@ -102,6 +111,7 @@ def _op(
     named: Callable[..., Any] = lambda values: NotImplemented,
     any_rows: Sequence[str] = (),
     family: Sequence[str] = (),
+    functions: dict[str, Any] | None = None,
 ) -> Op:
     return Op(
         name=name,
@@ -109,7 +119,7 @@ def _op(
         defaults=tuple(defaults),
         group=[*parameters].index("group"),
         caller=caller,
-        functions=_FUNCTIONS,
+        functions=functions or _FUNCTIONS,
         paths=worlds.paths,
         python=python,
         profiler=profiler.__dict__,
@@ -121,6 +131,8 @@ def _op(
 
 
 _FUNCTIONS = native_functions("cpu")
+_BESIDE_AUTOCAST = {**_FUNCTIONS, "quiet": (*_FUNCTIONS["quiet"], (autocast.enabled, False))}
+"""The same for callers that autocast may reach: the native path is taken where it is off."""
 
 
 _USUAL = frozenset((Tensor, Parameter, type(None), bool, int, float, str, torch.dtype))
@@ -152,7 +164,8 @@ def _function(
         needs = ctx.needs_input_grad
         ctx.needs_input_grad = needs[:positional]
         try:
-            found = backward(ctx, *of_outputs)
+            with autocast.off():
+                found = backward(ctx, *of_outputs)
         finally:
             ctx.needs_input_grad = needs
         found = found if isinstance(found, tuple) else (found,)
@@ -222,13 +235,14 @@ def register(
 
     quick: Any = registered
     differentiable = save is not None and backward is not None
+    derivative = None if backward is None else _derivative(backward)
     if communicates:
         _LIBRARY.impl(name, made(TORCH), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         setattr(_KERNELS, name, made(TORCH, registered=registered))
         quick = made(USER, registered=registered, local=local)
     if communicates and differentiable:
         # What torch itself would register: it sees to what is not just computed.
-        records = autograd.make_autograd_impl(op, autograd.Info(backward, save))
+        records = autograd.make_autograd_impl(op, autograd.Info(derivative, save))
         graph = _op(name, parameters, defaults, GRAPH, records, any_rows=any_rows)
         _LIBRARY.impl(name, graph, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
         if not any("List" in str(each.type) for each in arguments):
@@ -237,13 +251,15 @@ def register(
             )
             for each in (quick, graph):
                 each.records(super(Function, function).apply)  # type: ignore[misc]
-    elif save is not None and backward is not None:
-        torch.library.register_autograd(qualified, backward, setup_context=save, lib=_LIBRARY)
+    elif derivative is not None:
+        torch.library.register_autograd(qualified, derivative, setup_context=save, lib=_LIBRARY)
     if not communicates:
         _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     _LIBRARY.impl(  # type: ignore[no-untyped-call]
         name, lambda *_, **__: refuse_transform(name), "FuncTorchDynamicLayerFrontMode"
     )
+    for key in autocast.KEYS:
+        _LIBRARY.impl(name, _cast_call(op, parameters), key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(qualified, _asked(fake) if communicates else fake, lib=_LIBRARY)
     if flops is not None:
         register_flop_formula(registered)(flops)
@@ -252,6 +268,26 @@ def register(
         effects._register_effectful_op(op, _ORDERED.ORDERED)
         inductor.keep_order(op, _ORDERED.ORDERED)
         checkpointing.save_outputs(op, _LIBRARY)
+
+
+def _cast_call(op: Any, parameters: Sequence[str]) -> Callable[..., Any]:
+    """Make the kernel of an op that torch's dispatcher calls where autocast is on."""
+
+    def call(*positional: Any, **keywords: Any) -> Any:
+        given = dict(zip(parameters, positional, strict=False)) | keywords
+        return autocast.run(op, op._opname, given)
+
+    return call
+
+
+def _derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a derivative compute in the dtypes of its forward, whether autocast is on or off."""
+
+    def differentiate(ctx: Any, *of_outputs: Any) -> Any:
+        with autocast.off():
+            return backward(ctx, *of_outputs)
+
+    return differentiate
 
 
 def register_composite(schema: str, function: Callable[..., Any]) -> None:

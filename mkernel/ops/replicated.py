@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mkernel.ops import flops
+from mkernel.ops import flops, validate
 from mkernel.ops.derivatives import of_matrix
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import ops, register
@@ -23,6 +23,7 @@ _OP = "replicated_gemm"
 @untraced
 def _product(a: Tensor, b: Tensor, *, group: str) -> Tensor:
     a, b = plain(_OP, ("a", "b"), (a, b))
+    validate.same_dtype("b.dtype", b, "a", a)
     return a @ b
 
 

@@ -26,7 +26,8 @@ from torch.autograd.function import Function, once_differentiable
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from mkernel.ops import validate
+from mkernel.errors import DtypeError
+from mkernel.ops import autocast, validate
 from mkernel.ops.around import as_rows, shaped
 from mkernel.ops.registration import group_name, ops, register_composite
 from mkernel.world.lifecycle import current
@@ -65,19 +66,33 @@ def _product(
     group: str,
     layer: object = None,
 ) -> Tensor:
+    cast = autocast.enabled()
+    if cast:
+        weight, bias = autocast.cast([weight, bias])
     shared = _shared(x, split, group, layer)
+    if cast:
+        x = shared.cast(x)
     given = (x, weight, bias)
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given):
-        gradient = shared.gradient(x) if x.requires_grad else None
-        edge = None if gradient is None else gradient.edge
-        found: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            edge, weight, bias, lambda: shared.product(*given), gradient, split
+    try:
+        if torch.is_grad_enabled() and any(
+            each is not None and each.requires_grad for each in given
+        ):
+            gradient = shared.gradient(x) if x.requires_grad else None
+            edge = None if gradient is None else gradient.edge
+            found: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+                edge, weight, bias, lambda: shared.product(*given), gradient, split
+            )
+            return found
+        if split is None or shared.key:
+            return shared.product(*given)[0]
+        alone: Tensor = ops.all_gather_gemm(
+            _local(x), weight.t(), bias, gather_dim=split, group=group
         )
-        return found
-    if split is None or shared.key:
-        return shared.product(*given)[0]
-    alone: Tensor = ops.all_gather_gemm(_local(x), weight.t(), bias, gather_dim=split, group=group)
-    return alone
+        return alone
+    except DtypeError as error:
+        if not cast:
+            raise
+        raise autocast.explained(error, "shared_product", {"x": x}) from None
 
 
 # ---- what layers share ---------------------------------------------------------------------------
@@ -113,7 +128,7 @@ class _Shared:
         key: of the input as it is now; empty: nothing is shared of it.
         layers: weak references to those that have multiplied it.
         alive: a weak reference to it.
-        whole: all ranks' parts of it, once they are gathered.
+        whole: all ranks' parts of it, once they are gathered, or autocast has cast them.
     """
 
     def __init__(self, key: tuple[Any, ...], split: int | None, group: str) -> None:
@@ -124,6 +139,14 @@ class _Shared:
         self.whole: Tensor | None = None
         self._gradient: Callable[[], _Gradient | None] = lambda: None
 
+    def cast(self, x: Tensor) -> Tensor:
+        """Return the input as autocast has it, if anything of it is still to be read."""
+        differentiated = x.requires_grad and torch.is_grad_enabled()
+        if self.whole is not None and (not differentiated or self._gradient() is not None):
+            return x
+        made: Tensor = autocast.cast(_local(x))
+        return made
+
     def gradient(self, x: Tensor) -> _Gradient:
         found = self._gradient()
         if found is None:
@@ -133,15 +156,17 @@ class _Shared:
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute a layer's product; return it with the gathered input."""
-        dim, whole = self._split or 0, self.whole
+        dim, whole, cast = self._split or 0, self.whole, autocast.enabled()
         # Not views for torch: programs may write to what a layer returns.
-        with torch._C._ExcludeDispatchKeyGuard(_NO_VIEWS), torch._C._DisableAutocast():
+        with torch._C._ExcludeDispatchKeyGuard(_NO_VIEWS), autocast.off():
             if whole is None and self._split is not None:
                 c, self.whole = ops.all_gather_gemm_gathered(
                     _local(x), weight.t(), bias, gather_dim=dim, group=self._group
                 )
                 return c, self.whole
             whole = _local(x) if whole is None else whole
+            if cast:
+                self.whole = whole.detach()
             validate.same_dtype("weight.dtype", weight, "x", whole)
             return _from_rows(_linear(as_rows(whole, dim), weight, bias), whole.shape, dim), whole
 
@@ -160,7 +185,8 @@ def _shared(x: Tensor, split: int | None, group: str, layer: object) -> _Shared:
         return _Shared((), split, group)
     modes = _get_current_dispatch_mode_stack() if dispatch_modes() else ()
     around = stream, capture, [weakref.ref(mode) for mode in modes]
-    key = (id(x), plain._version, split, group, *around)
+    dtype = autocast.dtype_of(plain) if autocast.enabled() else None
+    key = (id(x), plain._version, split, group, dtype, *around)
     mine = None if layer is None else weakref.ref(layer)
     found: _Shared | None = getattr(_LAST, "shared", None)
     if found is None or found.key != key or (mine is not None and mine in found.layers):
@@ -228,7 +254,10 @@ class _Product(Function):
         rows = as_rows(of_y.to(ctx.dtype), ctx.dim)
         if weight is not None:
             ctx.gradient.terms.of_this_pass().append((rows, weight))
-        of_weight = None if whole is None else rows.t() @ as_rows(whole, ctx.dim)
+        of_weight = None
+        if whole is not None:
+            with autocast.off():
+                of_weight = rows.t() @ as_rows(whole, ctx.dim)
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return None, of_weight, of_bias, *nothing[3:]
 
@@ -252,10 +281,11 @@ class _Input(Function):
         terms.clear()
         a = left[0] if len(left) == 1 else torch.cat(left, 1)
         b = right[0] if len(right) == 1 else torch.cat(right)
-        if ctx.split is None:
-            of_x = ops.gemm_all_reduce(a, b, group=ctx.group)
-        else:
-            of_x = ops.gemm_reduce_scatter(a, b, group=ctx.group)
+        with autocast.off():
+            if ctx.split is None:
+                of_x = ops.gemm_all_reduce(a, b, group=ctx.group)
+            else:
+                of_x = ops.gemm_reduce_scatter(a, b, group=ctx.group)
         return _from_rows(of_x, ctx.shape, ctx.split or 0), None, None, None
 
 

@@ -95,9 +95,7 @@ def dtype_name(name: str, dtype: torch.dtype, legal: tuple[DtypeName, ...]) -> D
 def same_dtype(name: str, tensor: torch.Tensor, other: str, like: torch.Tensor) -> None:
     """Require the same dtype of two arguments. DtypeError."""
     if tensor.dtype != like.dtype:
-        why, kind = "dtypes must not mix", like.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            why += "; torch.autocast casts nothing for mkernel: cast both yourself"
+        why = "dtypes must not mix"
         raise DtypeError(name, tensor.dtype, f"{like.dtype}, the dtype of {other}", why=why)
 
 
