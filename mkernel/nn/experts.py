@@ -268,7 +268,7 @@ class ExpertParallelMLP(ShardedModule):
         return out[:count].view(x.shape)
 
     def scratch_inputs(self, lead: tuple[int, ...], sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Return tokens of zeros, experts that are spread evenly, and weights, for :func:`mkernel.warm`.
+        """Return zeros as tokens, evenly spread experts and weights, for :func:`mkernel.warm`.
 
         Args:
             lead: sizes of the tokens but the last, on this rank.

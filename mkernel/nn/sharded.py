@@ -11,6 +11,7 @@ from torch.nn import Module, Parameter
 
 from mkernel.errors import ShapeError
 
+
 class ShardedModule(Module):
     """A module whose parameters are parts of those of a whole layer.
 

@@ -33,7 +33,9 @@ _MOST_VALUES = 4096
 """The most integers of an argument that a file holds, such as offsets of documents."""
 _ROWS_OF_EXPERTS = ("y", "h", "h_scale")
 """Arguments with a row for each row of a rank's experts, whose number follows from the routing."""
-_REMEDY = "make it anew, by mkernel.warm(..., save=FILE) on ranks like these, or unset MKERNEL_PLANS"
+_REMEDY = (
+    "make it anew, by mkernel.warm(..., save=FILE) on ranks like these, or unset MKERNEL_PLANS"
+)
 
 
 class StoredTensor(Model):
@@ -120,7 +122,9 @@ def made_for(world: World) -> dict[str, str]:
     }
     for engine in world.engines():
         name, where = engine.backends.accelerator, engine.map
-        kinds = [one.model_dump(mode="json") for one in where.kinds.prototypes]
+        # How much memory a NUMA node has differs from one start of a host to the next.
+        numa = {"numa": {"__all__": {"memory_bytes"}}}
+        kinds = [one.model_dump(mode="json", exclude=numa) for one in where.kinds.prototypes]
         constants = None if where.constants is None else where.constants.model_dump(mode="json")
         found[f"topology ({name})"] = fingerprint({"of": list(where.kinds.of), "kinds": kinds})
         found[f"constants ({name})"] = fingerprint({"constants": constants})
@@ -152,7 +156,8 @@ class Recording:
             if isinstance(value, list | tuple):
                 return tuple(_stored_tensor(each) for each in value)
             if not isinstance(value, Tensor):
-                return value
+                plain: Argument = value
+                return plain
             if (known := self._integers.get(id(value))) is not None:
                 return known[0]
             update: dict[str, Any] = {}
@@ -178,7 +183,10 @@ class Recording:
             name: StoredPlan(digest=each.digest(), plan=each) for name, each in self.plans.items()
         }
         made = PlanFile(
-            format="mkernel-plans-1", made_for=made_for(world), plans=plans, calls=tuple(self._calls)
+            format="mkernel-plans-1",
+            made_for=made_for(world),
+            plans=plans,
+            calls=tuple(self._calls),
         )
         try:
             write_file(path, made.model_dump_json() + "\n")

@@ -1,8 +1,9 @@
-"""``mkernel.warm``: makes the calls of a model, or of an op and sizes, known before the first real one."""
+"""``mkernel.warm``, which makes calls of a model, or of an op and sizes, before they are needed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 from mkernel.world.world import World
 
-_GEMMS = {
+_GEMMS: dict[str, Callable[..., Any]] = {
     "all_gather_gemm": all_gather_gemm,
     "gemm_reduce_scatter": gemm_reduce_scatter,
     "gemm_all_reduce": gemm_all_reduce,
@@ -117,7 +118,9 @@ def _wanted(
     if isinstance(what, str):
         if inputs or rows:
             given = "inputs" if inputs else "rows"
-            raise ArgumentError(given, "(set)", f"none: an op has sizes, as in warm({what!r}, m=...)")
+            raise ArgumentError(
+                given, "(set)", f"none: an op has sizes, as in warm({what!r}, m=...)"
+            )
         op = canonical(what)
         return [lambda: _run(world, op, sizes)], {"op": op, "sizes": _shown(sizes)}
     if not rows:
@@ -130,20 +133,18 @@ def _wanted(
         raise ArgumentError("rows", list(rows), "none beside inputs, which have rows themselves")
     layers = list(_layers(what)) if isinstance(what, Module) else []
     if not layers:
-        legal = "a model with layers of mkernel.nn or of its styles; or pass inputs, to call it whole"
+        legal = (
+            "a model with layers of mkernel.nn or of its styles; or pass inputs, to call it whole"
+        )
         raise ArgumentError("what", type(what).__name__, legal)
     leads = [(each,) if isinstance(each, int) else tuple(each) for each in rows]
 
     def run(layer: Any, lead: tuple[int, ...]) -> None:
         layer(*layer.scratch_inputs(lead, sizes))
 
-    return [
-        lambda layer=layer, lead=lead: run(layer, lead) for _, layer in layers for lead in leads
-    ], {
-        "rows": leads,
-        "sizes": _shown(sizes),
-        "layers": {name: f"{layer}" for name, layer in layers},
-    }
+    names = {name: f"{layer}" for name, layer in layers}
+    each_alone = [partial(run, layer, lead) for _, layer in layers for lead in leads]
+    return [*each_alone], {"rows": leads, "sizes": _shown(sizes), "layers": names}
 
 
 def _shown(sizes: Mapping[str, Any]) -> dict[str, str]:

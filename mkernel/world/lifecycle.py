@@ -32,7 +32,12 @@ STARTED = "mkernel:"
 
 _SILENT = "the ranks of a world did not meet in the store, which may not answer,"
 
-load_plans: Callable[[World, Path], None]
+
+def _without_ops(world: World, path: Path) -> None:
+    raise NotInitialized(f"plans {path} are of ops, which are not imported: import mkernel.ops")
+
+
+load_plans: Callable[[World, Path], None] = _without_ops
 """Makes a world know the calls of a file of plans; :mod:`mkernel.ops`, which is above, sets it."""
 
 generations: Counter[str] = Counter()
