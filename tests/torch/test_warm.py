@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from groups_in_ranks import ranks
-from in_world import DEADLINE_S
+from in_world import DEADLINE_S, stores
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -24,6 +24,7 @@ import mkernel
 from mkernel import machine
 from mkernel.backends import registry
 from mkernel.errors import ArgumentError, InputFileError, PlanMismatch, ShapeError
+from mkernel.launch import host_store
 from mkernel.nn import (
     ColwiseParallel,
     ExpertParallelMLP,
@@ -34,6 +35,7 @@ from mkernel.nn import (
 )
 from mkernel.ops.steps import Steps
 from mkernel.plan.planner import Plans
+from mkernel.settings import load as load_settings
 from mkernel.world.agreement import Agreement
 from mkernel.world.memory import SymmetricHeap
 
@@ -362,3 +364,35 @@ def test_a_file_of_another_world_is_refused(tmp_path: Path) -> None:
     }.items():
         assert wanted in found[name], found
         assert found[name].startswith("MKERNEL_PLANS"), found
+
+
+def differing(port: int, paths: tuple[str, str]) -> str:
+    """How a rank of a world takes files that are not the same on all ranks."""
+    settings = load_settings().model_copy(update={"plans": Path(paths[mkernel.world().rank])})
+    mkernel.finalize()
+    with pytest.raises((PlanMismatch, InputFileError)) as told:
+        mkernel.init(settings=settings, stores=stores(port), nodes=1, accelerator="streams")
+    assert not mkernel.is_initialized()
+    return str(told.value)
+
+
+def two_files(one: str, other: str) -> None:
+    warmed("gemm_ar", save=one)
+    warmed("ag_gemm", save=other)
+
+
+@pytest.mark.parametrize(
+    ("second", "wanted"),
+    [
+        ("other.json", "ranks 0 and 1 hold different plans: MKERNEL_PLANS.file is "),
+        ("none.json", "none.json: No such file or directory"),
+    ],
+    ids=["another file", "no file"],
+)
+def test_ranks_with_different_files_say_so(second: str, wanted: str, tmp_path: Path) -> None:
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    launched(two_files, str(one), str(other))
+    store, port = host_store(2, DEADLINE_S)
+    found = launched(differing, port, (str(one), str(tmp_path / second)))
+    del store
+    assert all(wanted in each for each in found), found
