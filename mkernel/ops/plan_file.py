@@ -61,16 +61,9 @@ class StoredResult(Model):
     result: int = Field(ge=0)
 
 
-class StoredDtype(Model):
-    """A dtype of torch as an argument."""
-
-    torch_dtype: str
-
-
 Argument: TypeAlias = (
     StoredTensor
     | StoredResult
-    | StoredDtype
     | tuple[StoredTensor, ...]
     | StrictBool
     | StrictInt
@@ -78,6 +71,7 @@ Argument: TypeAlias = (
     | StrictStr
     | None
 )
+"""An argument of a call; a dtype is text that begins with ``torch.``."""
 
 
 class StoredCall(Model):
@@ -87,20 +81,19 @@ class StoredCall(Model):
     arguments: dict[str, Argument]
 
 
-class StoredPlan(Model):
-    """A plan, and its digest when the file was written."""
-
-    digest: str
-    plan: LaunchPlan
-
-
 class PlanFile(Model):
-    """The content of a file. ``made_for``: what plans follow from (:func:`made_for`); ``plans``: by
-    what was asked of the planner (:meth:`mkernel.plan.planner.Plans.request`)."""
+    """The content of a file.
+
+    Attributes:
+        made_for: what plans follow from (:func:`made_for`).
+        digests: of the plans, when the file was written.
+        plans: by what was asked of the planner (:meth:`mkernel.plan.planner.Plans.request`).
+    """
 
     format: Annotated[Literal["mkernel-plans-1"], SchemaVersion]
     made_for: dict[str, str]
-    plans: dict[str, StoredPlan]
+    digests: dict[str, str]
+    plans: dict[str, LaunchPlan]
     calls: tuple[StoredCall, ...]
 
 
@@ -152,7 +145,7 @@ class Recording:
 
         def stored(name: str, value: Any) -> Argument:
             if isinstance(value, torch.dtype):
-                return StoredDtype(torch_dtype=_name(value))
+                return f"{value}"
             if isinstance(value, list | tuple):
                 return tuple(_stored_tensor(each) for each in value)
             if not isinstance(value, Tensor):
@@ -179,13 +172,11 @@ class Recording:
 
     def save(self, world: World, path: Path) -> None:
         """Write the file, whole or not at all. InputFileError: it cannot be written."""
-        plans = {
-            name: StoredPlan(digest=each.digest(), plan=each) for name, each in self.plans.items()
-        }
         made = PlanFile(
             format="mkernel-plans-1",
             made_for=made_for(world),
-            plans=plans,
+            digests={name: each.digest() for name, each in self.plans.items()},
+            plans=self.plans,
             calls=tuple(self._calls),
         )
         try:
@@ -217,7 +208,7 @@ def load(world: World, path: Path) -> None:
             raise InputFileError(error or f"rank {rank}: {other['error']}")
     expect_alike("MKERNEL_PLANS", told)
     assert found is not None
-    world.stored = {name: each.plan for name, each in found.plans.items()}
+    world.stored = found.plans
     _replay(world, found.calls, path)
 
 
@@ -242,10 +233,9 @@ def _check(found: PlanFile, world: World, path: Path) -> None:
             f"{shown[0]} in the file; {_REMEDY}"
         )
     for name, each in found.plans.items():
-        if each.plan.digest() != each.digest:
+        if each.digest() != found.digests.get(name):
             raise InputFileError(
-                f"MKERNEL_PLANS {path}: the plan of {name} was changed after it was written (its "
-                f"digest is {each.plan.digest()[:12]}, not {each.digest[:12]}); {_REMEDY}"
+                f"MKERNEL_PLANS {path}: the plan of {name} was changed after it was written; {_REMEDY}"
             )
 
 
@@ -285,8 +275,8 @@ def _arguments(
             return _scratch(each, rows, world.rank, device)
         if isinstance(each, StoredResult):
             return kept[each.call, each.result]
-        if isinstance(each, StoredDtype):
-            return _dtype(each.torch_dtype)
+        if isinstance(each, str) and each.startswith("torch."):
+            return _dtype(each)
         return [made(one) for one in each] if isinstance(each, tuple) else each
 
     return {name: made(each) for name, each in call.arguments.items()}
@@ -311,17 +301,13 @@ def spread_ids(shape: Sequence[int], experts: int, rank: int) -> Tensor:
 
 def _stored_tensor(tensor: Tensor) -> StoredTensor:
     return StoredTensor(
-        shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=_name(tensor.dtype)
+        shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=f"{tensor.dtype}"
     )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _dtype(name: str) -> torch.dtype:
-    """Return a dtype by its name. InputFileError."""
-    found = getattr(torch, name, None)
+    """Return a dtype by its name, ``torch.`` before it. InputFileError."""
+    found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         raise InputFileError(f"MKERNEL_PLANS: {name!r} is no dtype of torch's; {_REMEDY}")
     return found

@@ -335,7 +335,7 @@ def stale(path: str, folder: str) -> dict[str, str]:
     content = json.loads(Path(path).read_text())
     (stored,) = content["plans"].values()
     edited = Path(folder, "edited.json")
-    stored["plan"]["shape"]["n"] += 8
+    stored["shape"]["n"] += 8
     edited.write_text(json.dumps(content))
     newer = Path(folder, "newer.json")
     newer.write_text(json.dumps({**content, "format": "mkernel-plans-2"}))
