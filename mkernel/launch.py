@@ -175,8 +175,8 @@ def launch(
         check_timeout("timeout_s", timeout_s)
         settings = settings.model_copy(update={"timeout_s": timeout_s})
     settings = settings.model_copy(update={"job_secret": SecretStr(secrets.token_hex(32))})
-    if _script() is None and getattr(fn, "__module__", None) == "__main__":
-        name = getattr(fn, "__qualname__", "fn")
+    name = getattr(fn, "__qualname__", "")
+    if _script() is None and fn.__module__ == "__main__" and name.isidentifier():
         raise ArgumentError(
             "fn",
             repr(fn),

@@ -11,11 +11,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 # What needs nothing of the repository but what is copied: no sources of native code.
-COPIED=(tests docs examples bench pyproject.toml)
+COPIED=(tests docs examples bench pyproject.toml README.md)
 TESTS=(tests/unit/{cases,cli,conformance,harness,nics,plan,probe,streams,topology,world}
     tests/multiprocess/test_launch.py --ignore=tests/unit/nics/test_softverbs_docs.py)
-TORCHS=(tests/torch) # where torch's Inductor has a compiler
-TOOLS=(git pgrep)
+# What is run with other versions of torch (`make test-long`), here with compilers, for torch's Inductor.
+OF_TORCH='import sys; sys.path.append("tests"); import other_torch; print(*other_torch.TESTS)'
+TOOLS=(git pgrep touch true)
 COMPILERS=(c++ g++ gcc cc clang cmake nvcc)
 
 environment() { # environment PYTHON FOLDER PACKAGE...
@@ -41,7 +42,7 @@ build() { # build PYTHON FOLDER KIND
 }
 
 try() { # try PYTHON FOLDER TORCH
-    local bin=$PWD/$2/torch-$3/bin everything=$PATH elsewhere torch=torch wheel=("$2"/repaired/*.whl)
+    local bin=$PWD/$2/torch-$3/bin everything=$PATH elsewhere of_torch torch=torch wheel=("$2"/repaired/*.whl)
     [ "$3" = newest ] || torch="torch==$3.*"
     environment "$1" "$2/torch-$3" "$torch"
     "$bin/pip" install --quiet "${wheel[0]}[bench]" pytest pytest-timeout pytest-xdist hypothesis "transformers>=4.50"
@@ -62,7 +63,8 @@ try() { # try PYTHON FOLDER TORCH
         mkernel run all_gather_gemm --accelerator ascend
         python -m pytest --quiet --numprocesses "${WORKERS:-4}" --dist worksteal "${TESTS[@]}"
         PATH=$PATH:$everything
-        python -m pytest --quiet --numprocesses "${WORKERS:-4}" --dist worksteal "${TORCHS[@]}"
+        read -ra of_torch < <(python -c "$OF_TORCH")
+        python -m pytest --quiet --numprocesses "${WORKERS:-4}" --dist worksteal "${of_torch[@]}"
     )
 }
 
