@@ -51,7 +51,7 @@ try() { # try PYTHON FOLDER TORCH
     mkdir "$elsewhere/bin"
     cp -r "${COPIED[@]}" "$elsewhere"
     for tool in "${TOOLS[@]}"; do
-        ln -s "$(command -v "$tool")" "$elsewhere/bin"
+        ln -s "$(type -P "$tool")" "$elsewhere/bin"
     done
     (
         cd "$elsewhere"
