@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         fused_matmul_reduce_scatter,
         fused_scaled_matmul_reduce_scatter,
     )
+    from mkernel.ops.warm import warm
     from mkernel.ops.zigzag import zigzag_merge, zigzag_positions, zigzag_split
     from mkernel.plan.model import LaunchPlan
     from mkernel.world.lifecycle import current as world
@@ -114,6 +115,7 @@ __all__ = [
     "ring_attention",
     "stats",
     "synchronize",
+    "warm",
     "world",
     "zigzag_merge",
     "zigzag_positions",
@@ -153,6 +155,7 @@ HOMES = {
     "ring_attention": "mkernel.ops.ring_attention",
     "stats": "mkernel.world.lifecycle",
     "synchronize": "mkernel.world.lifecycle",
+    "warm": "mkernel.ops.warm",
     "world": "mkernel.world.lifecycle",
     "zigzag_merge": "mkernel.ops.zigzag",
     "zigzag_positions": "mkernel.ops.zigzag",

@@ -6,6 +6,7 @@ that end a world (:class:`WorldError`) are raised by *every* rank of it, with th
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,11 @@ class NotBuilt(MkernelError, ImportError):
         """Build a message that states what to do about the tree in `root`. `installed`: the folder
         where mkernel is installed for that Python, made from a version of the file `differs` other
         than the tree's."""
-        if installed is not None:
+        if sys.platform != "linux":
+            remedy = (
+                f"it runs on Linux only, and this is {sys.platform}: use a Linux host or container"
+            )
+        elif installed is not None:
             remedy = (
                 f"the mkernel that is installed in {installed} has another {differs}; run "
                 f"`pip install .` in {root} again, or the program in another folder"

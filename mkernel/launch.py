@@ -18,8 +18,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -138,7 +138,8 @@ def launch(
     than one node, ranks of different nodes communicate only through the NIC.
 
     Args:
-        fn: importable by name from a module (it travels by pickle, as do arguments and results).
+        fn: importable by name from a module (it travels by pickle, as do arguments and results), so not
+            one that was typed at a prompt.
         timeout_s: deadline of every wait inside the world, in seconds.
         on_report: called here with (rank, payload) for each :func:`report` of a rank.
 
@@ -174,6 +175,16 @@ def launch(
         check_timeout("timeout_s", timeout_s)
         settings = settings.model_copy(update={"timeout_s": timeout_s})
     settings = settings.model_copy(update={"job_secret": SecretStr(secrets.token_hex(32))})
+    name = getattr(fn, "__qualname__", "")
+    if _script() is None and fn.__module__ == "__main__" and name.isidentifier():
+        raise ArgumentError(
+            "fn",
+            repr(fn),
+            f"a function in a file: write it to steps.py (in a notebook by %%writefile steps.py), then "
+            f"these two lines work: from steps import {name}; mkernel.launch({name}, "
+            f"ranks_per_node={ranks_per_node})",
+            why="it was typed at a prompt, and ranks are other processes, which import it",
+        )
     try:
         work = pickle.dumps((fn, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -188,25 +199,45 @@ def launch(
     store, port = host_store(size, settings.timeout_s)
     ranks: list[_Rank] = []
     try:
-        context = fork_server.context()
-        for rank in range(size):
-            job = _Job(
-                os.getpid(),
-                rank,
-                nodes,
-                ranks_per_node,
-                port,
-                (accelerator, nic, verbs),
-                settings,
-                work,
-                dict(os.environ),
-            )
-            ranks.append(_Rank(context, job))
+        with _imported_script():
+            context = fork_server.context()
+            for rank in range(size):
+                job = _Job(
+                    os.getpid(),
+                    rank,
+                    nodes,
+                    ranks_per_node,
+                    port,
+                    (accelerator, nic, verbs),
+                    settings,
+                    work,
+                    dict(os.environ),
+                )
+                ranks.append(_Rank(context, job))
         _supervise(ranks, on_report, settings)
         return [rank.result() for rank in ranks]
     finally:
         _clean_up(ranks)
         del store
+
+
+def _script() -> str | None:
+    """Return the main script, which each rank imports; None: the program was typed at a prompt, or
+    piped into Python."""
+    file: str | None = getattr(sys.modules["__main__"], "__file__", None)
+    return file if file is not None and os.path.isfile(file) else None
+
+
+@contextmanager
+def _imported_script() -> Iterator[None]:
+    """Keep ranks that start meanwhile from importing a main script that is no file (``<stdin>``)."""
+    main = vars(sys.modules["__main__"])
+    file = None if _script() else main.pop("__file__", None)
+    try:
+        yield
+    finally:
+        if file is not None:
+            main["__file__"] = file
 
 
 class _Rank:
@@ -288,11 +319,9 @@ class _Rank:
 
 def _never_began(how: str) -> str:
     """Return text about a rank that died before it reached its function."""
-    script = getattr(sys.modules["__main__"], "__file__", None)
+    script = _script()
     if script is None:
         return f"died before it began: {how}"
-    if not os.path.isfile(script):
-        return f"could not begin: each rank imports the main script, and {script} is no file; write one"
     return (
         f"ended while it imported {script}, as each rank does ({how}): put the call of mkernel.launch "
         'there, and what else only the script itself is to do, under `if __name__ == "__main__":`; an '

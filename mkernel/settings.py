@@ -167,6 +167,12 @@ class Settings(BaseSettings):
         description="the machine's measured constants, a file of `mkernel probe --measure`, for "
         "predictions; the same on all ranks; None: the shipped ones of the accelerator",
     )
+    plans: Path | None = Field(
+        None,
+        description="plans and calls that `mkernel.warm(..., save=FILE)` wrote: `init` makes the "
+        "process's default world know these calls, or refuses a file that was made for another world; "
+        "the same file on all ranks; None: a call becomes known when it is first made",
+    )
     pinning: Pinning = Field(
         NOT_PINNED,
         description="accelerators of local ranks, NICs of accelerators, where not the planner's "

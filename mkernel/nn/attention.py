@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.nn import Module
 
+from mkernel.errors import ArgumentError, ShapeError
 from mkernel.ops.ring_attention import ring_attention
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
@@ -64,6 +69,32 @@ class RingAttention(Module):
             group=self.group,
         )
         return out.transpose(1, 2)
+
+    def scratch_inputs(self, lead: tuple[int, ...], sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return zeros as q, k and v, for :func:`mkernel.warm`.
+
+        Args:
+            lead: batch and whole sequence.
+            sizes: ``heads``, ``head_dim``, and ``kv_heads`` where it differs; ``dtype``, by default
+                bfloat16. ArgumentError, ShapeError.
+        """
+        world = current(self.group)
+        for name in ("heads", "head_dim"):
+            if name not in sizes:
+                raise ArgumentError(name, None, "a size of the attention, beside rows")
+        if len(lead) != 2 or lead[1] % world.size:
+            legal = f"(batch, sequence), which the group's {world.size} ranks can share"
+            raise ShapeError("rows", lead, legal)
+        heads, wide = sizes["heads"], sizes["head_dim"]
+        q, k, v = (
+            torch.zeros(
+                (lead[0], lead[1] // world.size, count, wide),
+                dtype=sizes.get("dtype", torch.bfloat16),
+                device=world.accelerator.device,
+            )
+            for count in (heads, *(sizes.get("kv_heads", heads),) * 2)
+        )
+        return q, k, v
 
     def extra_repr(self) -> str:
         """Return the options that results depend on."""

@@ -9,7 +9,7 @@ own part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ class _Block(Module):
     parameters."""
 
     _merged: str  # the name of the layer that is one product of several
+
+    def scratch_inputs(self, lead: tuple[int, ...], sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return zeros that the block can be called with, as its first layer does."""
+        layer: MergedColumnParallelLinear = getattr(self, self._merged)
+        return layer.scratch_inputs(lead, sizes)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any

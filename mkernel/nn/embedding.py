@@ -6,6 +6,9 @@ Source: Shoeybi et al., "Megatron-LM", 2019.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Embedding, Parameter
@@ -96,6 +99,10 @@ class VocabParallelEmbedding(ShardedModule):
         :func:`mkernel.all_reduce`."""
         rows = own_rows(ids, self.weight, self._first, self.padding_idx)
         return all_reduce(rows, group=self.group)
+
+    def scratch_inputs(self, lead: tuple[int, ...], sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return ids of the first row, for :func:`mkernel.warm`. ``lead``: their sizes."""
+        return (torch.zeros(lead, dtype=torch.int64, device=self.weight.device),)
 
     def _part(self, name: str, whole: Tensor, parameter: Parameter) -> Tensor:
         if whole.shape != (self.num_embeddings, self.embedding_dim):

@@ -6,8 +6,10 @@ Each rank looks up the tokens whose rows it has. torch's style does the same wit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_module
@@ -38,6 +40,10 @@ class _RowsOfEmbedding(Embedding):
     group: str
     outputs: tuple[Placement, ...]
     local: bool
+
+    def scratch_inputs(self, lead: tuple[int, ...], sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return ids of the first row, for :func:`mkernel.warm`. ``lead``: their sizes."""
+        return (torch.zeros(lead, dtype=torch.int64, device=self.weight.device),)
 
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight

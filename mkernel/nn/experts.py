@@ -25,6 +25,7 @@ from mkernel.ops import autocast
 from mkernel.ops.around import refuse_gradients
 from mkernel.ops.moe import MoeDispatch, MoeQuantisedDispatch, moe_dispatch_gemm
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
+from mkernel.ops.plan_file import spread_ids
 from mkernel.plan.model import BLOCK, Activation
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
@@ -268,6 +269,21 @@ class ExpertParallelMLP(ShardedModule):
             h = (self.activation(gate) * inner).contiguous()
         out = moe_gemm_combine(h, down, sent.handle, weights, group=self.group, **of_down)
         return out[:count].view(x.shape)
+
+    def scratch_inputs(self, lead: tuple[int, ...], sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return zeros as tokens, evenly spread experts and weights, for :func:`mkernel.warm`.
+
+        Args:
+            lead: sizes of the tokens but the last, on this rank.
+            sizes: ``top_k``, the number of a token's experts. ArgumentError without it.
+        """
+        if "top_k" not in sizes:
+            raise ArgumentError("top_k", None, "the number of a token's experts, beside rows")
+        up, _ = self._weights()
+        dtype = torch.bfloat16 if self._quantised else up.dtype
+        x = torch.zeros((*lead, self.hidden_size), dtype=dtype, device=up.device)
+        ids = spread_ids((*lead, sizes["top_k"]), self.num_experts, self._rank).to(up.device)
+        return x, ids, torch.ones(ids.shape, device=up.device)
 
     def _weights(self) -> tuple[Tensor, Tensor]:
         """Return this rank's weights, as they are stored."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Linear, Parameter
 
 from mkernel.errors import ArgumentError, ShapeError
-from mkernel.nn.sharded import ShardedModule
+from mkernel.nn.sharded import ShardedModule, scratch
 from mkernel.ops import autocast
 from mkernel.ops.all_gather_gemm import all_gather_gemm
 from mkernel.ops.around import turned
@@ -131,6 +131,12 @@ class _ParallelLinear(ShardedModule):
     @property
     def _split_dim(self) -> int | None:
         return self.sequence_dim if self.sequence_parallel else None
+
+    def scratch_inputs(self, lead: tuple[int, ...], sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return zeros that the layer can be called with, for :func:`mkernel.warm`. ``lead``: sizes of
+        the whole activation but the last. ShapeError."""
+        split = self._split_dim if self._split == 0 else None
+        return (scratch(self.weight, lead, self.weight.shape[1], split, self._ranks),)
 
     def extra_repr(self) -> str:
         """Return the sizes of the whole layer and the way it is split."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from mkernel.errors import ShapeError
+
 
 class ShardedModule(Module):
     """A module whose parameters are parts of those of a whole layer.
@@ -39,6 +41,27 @@ class ShardedModule(Module):
                     part = part.detach().clone(memory_format=torch.contiguous_format)
                 own[prefix + name] = part
         super()._load_from_state_dict(own, prefix, local_metadata, *arguments)
+
+
+def scratch(
+    weight: Tensor, lead: tuple[int, ...], features: int, split: int | None, ranks: int
+) -> Tensor:
+    """Return zeros like a layer's input: [..., ``features``], in the dtype of ``weight``.
+
+    Args:
+        lead: the other dimensions of the whole activation.
+        split: that of them of which each rank has its share; None: each has all of it.
+
+    Raises:
+        ShapeError: ranks cannot share that dimension.
+    """
+    sizes = [*lead]
+    if split is not None:
+        if split >= len(sizes) or sizes[split] % ranks:
+            legal = f"sizes whose dimension {split} the group's {ranks} ranks can share"
+            raise ShapeError("rows", lead, legal)
+        sizes[split] //= ranks
+    return torch.zeros((*sizes, features), dtype=weight.dtype, device=weight.device)
 
 
 def _shares(part: Tensor) -> bool:

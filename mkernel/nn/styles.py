@@ -14,7 +14,7 @@ torch counts (``Tensor._version``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from torch.nn import Linear, Module
 from mkernel.errors import ArgumentError
 from mkernel.nn.embedding_style import shard_rows
 from mkernel.nn.linear import check_input, row_product
+from mkernel.nn.sharded import scratch
 from mkernel.ops import autocast
 from mkernel.ops.shared_input import shared_product
 from mkernel.world.lifecycle import current
@@ -67,6 +68,14 @@ class _FusedLinear(Linear):
             return y
         assert isinstance(self.weight, DTensor)
         return DTensor.from_local(y, self.weight.device_mesh, layouts.outputs, run_check=False)
+
+    def scratch_inputs(self, lead: tuple[int, ...], sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return zeros that the layer can be called with, for :func:`mkernel.warm`. ``lead``: sizes of
+        the whole activation but the last. ShapeError."""
+        weight = _local(self.weight)
+        split = self._layouts.split if isinstance(self, _ColwiseLinear) else None
+        ranks = current(self._layouts.group).size
+        return (scratch(weight, lead, weight.shape[1], split, ranks),)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, layouts: _Layouts) -> Tensor:
         raise NotImplementedError

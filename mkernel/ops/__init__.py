@@ -11,9 +11,11 @@ from mkernel.ops import (
     moe,
     moe_dispatch,
     moe_gemm_combine,
+    plan_file,
     replicated,
     ring_attention,
 )
+from mkernel.world import lifecycle
 
 __all__ = [
     "all_gather_gemm",
@@ -23,6 +25,9 @@ __all__ = [
     "moe",
     "moe_dispatch",
     "moe_gemm_combine",
+    "plan_file",
     "replicated",
     "ring_attention",
 ]
+
+lifecycle.load_plans = plan_file.load

@@ -103,10 +103,14 @@ def planned(
     world: World, plans: Plans, sizes: Mapping[str, Any], chunk: int | None = None
 ) -> LaunchPlan:
     """Plan a call of these sizes. The world remembers the plan: checking a call's sizes again would
-    cost more than a small message."""
+    cost more than a small message. Where it has read a file of plans, that is asked first."""
     key = (plans, *sizes.items(), repr(chunk))
     found = world.planned[key]
+    if found is None and world.stored:
+        found = world.planned[key] = world.stored.get(plans.request(sizes, chunk))
     if found is None:
         found = world.planned[key] = plans.plan(sizes, chunk)
         world.plan_made(found)
+    if world.recording is not None:
+        world.recording.plans[plans.request(sizes, chunk)] = found
     return found

@@ -377,6 +377,8 @@ class GemmOp:
             save, backward: its derivative (:mod:`mkernel.ops.derivatives`).
         """
 
+        _ = self.into  # files of plans find it by its name
+
         def kernel(**given: Any) -> Tensor:
             return self.outputs(**given)["out"]
 

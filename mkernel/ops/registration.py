@@ -36,6 +36,10 @@ from mkernel.world.torch_state import dispatch_modes, function_modes, native_fun
 Local = Callable[[dict[str, Any]], dict[str, Any]]
 USER, AUTOGRAD, TORCH, GRAPH = range(4)
 """The callers of an op, as native code numbers them (``backends/runtime/calls/op.hpp``)."""
+_BY_TORCH = {TORCH: "*"}
+native_ops: dict[str, Op] = {}
+"""The ops that :func:`native_op` made, by name, with ``*`` behind those that torch's dispatcher calls:
+native code knows the calls of a user and of autograd by one name, and those of torch by another."""
 
 
 def native_op(
@@ -87,6 +91,7 @@ def native_op(
         result = run(**given, steps=steps)
         if signature is not None:
             steps.learn(signature, result)
+            steps.note(name + _BY_TORCH.get(caller, ""), given, result)
         return result
 
     def named(values: tuple[Any, ...]) -> Any:
@@ -99,6 +104,8 @@ def native_op(
     autocasts = caller == USER or registered is not None
     functions = _BESIDE_AUTOCAST if autocasts else _FUNCTIONS
     made = _op(name, parameters, defaults, caller, python, named, any_rows, family, functions)
+    if caller in (USER, TORCH):
+        native_ops[name + _BY_TORCH.get(caller, "")] = made
     return made
 
 

@@ -40,6 +40,7 @@ class Steps:
         self._record: CallRecord | None = None
         self._written: list[Tensor] = []
         self._records = values is not None
+        self._launch: tuple[World, LaunchPlan] | None = None
         for value in values or ():
             for each in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(each, Tensor):
@@ -102,6 +103,7 @@ class Steps:
     ) -> CallRecord:
         """Run the launch, between the steps before and after it."""
         self._launched = {name: self._slot(tensor) for name, tensor in tensors.items()}
+        self._launch = world, plan
         record = self._record = world.run(plan, tensors, **execution)
         for name, found in record.results.items():
             self._found[name] = self._add(found)
@@ -127,6 +129,15 @@ class Steps:
         )
         if self._records:
             self._record.learn(signature, program)
+
+    def note(self, op: str, given: Mapping[str, Any], result: object) -> None:
+        """Note the call of a native op, with its arguments, where its world records calls."""
+        if self._launch is None or self._launch[0].recording is None:
+            return
+        world, plan = self._launch
+        tensors = {name: each for name, each in given.items() if isinstance(each, Tensor)}
+        if not world.in_symmetric_memory(tensors):
+            world.recording.add(op, given, plan, result)
 
     def _shape(self, result: object) -> Any:
         if isinstance(result, (list, tuple)):

@@ -241,6 +241,12 @@ class Plans:
         self._parts: dict[PathName, CommonPart] = {}
         self._launches: dict[PathName, LaunchPlan] = {}
 
+    def request(self, sizes: Mapping[str, Any], chunk: int | None = None) -> str:
+        """Return what :meth:`plan` is asked for, as text: in worlds that are alike, equal requests get
+        equal plans."""
+        kind = (self.op, self.dtype, self.out_dtype, self.layout, self.around, self.path)
+        return repr((*kind, self._accelerator, *sizes.items(), chunk))
+
     def plan(self, sizes: Mapping[str, Any], chunk: int | None = None) -> LaunchPlan:
         """Plan a call, as :func:`plan` does, which remembers it."""
         return _launched(self.planned(self._asked(sizes, chunk)).plan)

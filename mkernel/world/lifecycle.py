@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple, overload
 
 import torch
@@ -30,6 +31,14 @@ STARTED = "mkernel:"
 """The beginning of the names of worlds that were made of the ranks that a launcher started."""
 
 _SILENT = "the ranks of a world did not meet in the store, which may not answer,"
+
+
+def _without_ops(world: World, path: Path) -> None:
+    raise NotInitialized(f"plans {path} are of ops, which are not imported: import mkernel.ops")
+
+
+load_plans: Callable[[World, Path], None] = _without_ops
+"""Makes a world know the calls of a file of plans; :mod:`mkernel.ops`, which is above, sets it."""
 
 generations: Counter[str] = Counter()
 """Counts the worlds that this process has made of a group, by its name: each has its own key prefix."""
@@ -79,6 +88,8 @@ def init(
             or hosts have different numbers of them; a job on several hosts has no MKERNEL_JOB_SECRET.
         UnknownBackend, BackendUnavailable: a backend is not installed, or cannot run here.
         PlanMismatch: ranks were started with different options.
+        InputFileError: MKERNEL_PLANS names a file that a rank cannot read, or that was made for another
+            world.
         Timeout: a rank did not come, or the store did not answer.
         PeerFailure: a rank failed.
         Unsupported: Python runs without its global interpreter lock.
@@ -105,8 +116,17 @@ def init(
         nic, verbs = nic or default.backends.nic, verbs or default.backends.verbs
     wanted = _Wanted(nodes, ranks_per_node, accelerator, nic, verbs, environment.chosen())
     if group is None and (stores is not None or not has_users_default()):
-        return _of_job(wanted, settings, stores)
-    return _of_group(groups.process_group(group or torch.distributed.group.WORLD), wanted, settings)
+        world = _of_job(wanted, settings, stores)
+    else:
+        of = groups.process_group(group or torch.distributed.group.WORLD)
+        world = _of_group(of, wanted, settings)
+    if settings.plans is not None and worlds.default is world:
+        try:
+            load_plans(world, settings.plans)
+        except BaseException as error:
+            world.close(error)
+            raise
+    return world
 
 
 class _Wanted(NamedTuple):

@@ -57,6 +57,8 @@ class World:
         planned: plans of this world's calls by what was asked for; ``plans``: what makes them, by all
             but sizes; ``families``: what checks found of a call, which stands for all that differ from
             it by rows alone. They belong to ``mkernel.ops``.
+        stored: plans of a file, by what the planner is asked for. recording: notes new calls, where it
+            is not None; recorded: what noted some before (:mod:`mkernel.ops.plan_file`).
     """
 
     def __init__(
@@ -89,6 +91,9 @@ class World:
         self.planned: TwoGenerationCache[Hashable, LaunchPlan] = TwoGenerationCache()
         self.plans: TwoGenerationCache[Hashable, Plans] = TwoGenerationCache()
         self.families: TwoGenerationCache[bytes, Any] = TwoGenerationCache()
+        self.stored: Mapping[str, LaunchPlan] = {}
+        self.recording: Any = None
+        self.recorded: Any = None
         self._key = key
         self._stores = [innermost(store) for store in stores]
         self._plans_made: Counter[str] = Counter()  # by accelerator
@@ -161,6 +166,10 @@ class World:
         if found is None:
             found = self._engines[op] = engines[selection.provider(self.backends, op, nodes)]
         return found
+
+    def engines(self) -> list[Engine]:
+        """Return the engines of all of the world's accelerators, its own first."""
+        return [*self._membership.engines.values()]
 
     @property
     def topology(self) -> Topology:
@@ -325,6 +334,20 @@ class World:
         """Wait until every rank has called it. Timeout, PeerFailure."""
         with self._turns:
             self._exchange.barrier()
+
+    def gather(self, topic: str, value: Any) -> dict[int, Any]:
+        """All-gather ``value``, JSON-safe, under ``topic``. Collective. Timeout, PeerFailure."""
+        with self._turns:
+            return self._exchange.gather(topic, value)
+
+    def in_symmetric_memory(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether one of these tensors lies in a buffer of :meth:`empty`."""
+        return bool(self._membership.engine.heap.places(tensors))
+
+    def forget_calls(self) -> None:
+        """Let Python make each known call once more. Plans and memory stay."""
+        with self._turns:
+            self._calls.path.forget()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate a tensor as :func:`mkernel.empty` does, in this world. Collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -359,18 +360,31 @@ def _is_server(process: int) -> bool:
         return False
 
 
-def test_a_script_that_is_no_file_is_told_so() -> None:
-    text = "import mkernel\ndef step():\n    return 1\nmkernel.launch(step, ranks_per_node=2)\n"
-    done = subprocess.run(
-        [sys.executable, "-"],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "<stdin> is no file" in done.stderr.splitlines()[-1]
+STEP = "import mkernel\ndef step():\n    return mkernel.world().rank\n\n"
+
+
+@pytest.mark.parametrize("how", ["-", "-i", "-c"])
+def test_a_function_that_was_typed_is_refused_with_two_lines_that_work(
+    how: str, tmp_path: Path
+) -> None:
+    """At a prompt, piped into Python, or as an argument of it."""
+
+    def typed(text: str) -> tuple[str, list[str]]:
+        command, given = [sys.executable, how], text
+        if how == "-c":
+            command, given = [*command, text], ""
+        done = subprocess.run(
+            command, input=given, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+            cwd=tmp_path,
+        )  # fmt: skip
+        return done.stdout, [one for one in done.stderr.splitlines() if "mkernel" in one]
+
+    _, told = typed(STEP + "mkernel.launch(step, ranks_per_node=2)\n")
+    (lines,) = re.findall(r"these two lines work: (from .*?; mkernel.*?\))", told[-1])
+    (tmp_path / "steps.py").write_text(STEP)
+    first, second = lines.split("; ")
+    said, errors = typed(f"import mkernel\n{first}\nprint({second})\n")
+    assert said == "[0, 1]\n", errors
 
 
 def fails_and_cannot_end(printed: Path) -> None:

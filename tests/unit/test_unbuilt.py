@@ -88,3 +88,15 @@ def test_an_installation_without_modules_for_this_python_does_not_count(
     assert done.returncode == 1
     assert f"run `make` in {tree}" in done.stderr
     assert "or run `pip install .` there with this Python" in done.stderr
+
+
+def test_another_system_than_linux_is_named(tree: Path, tmp_path: Path) -> None:
+    done = run(tree, tmp_path, "-c", "import sys; sys.platform = 'darwin'; import mkernel")
+    assert done.returncode == 1
+    assert "it runs on Linux only, and this is darwin" in done.stderr.splitlines()[-1]
+
+    cmake = ["cmake", "-S", ROOT, "-B", tmp_path / "build", "-DCMAKE_SYSTEM_NAME=Darwin"]
+    made = subprocess.run(cmake, capture_output=True, text=True, check=False)
+    assert made.returncode != 0
+    assert "mkernel runs on Linux only, and this is Darwin" in " ".join(made.stderr.split())
+    assert "compiler" not in made.stdout  # none was looked for
