@@ -1,8 +1,8 @@
 """One rank of the test of the plug-in for vLLM, which ``tests/vllm_plugin.py`` starts in an environment
 with vLLM's Python.
 
-vLLM's own loader finds the plug-in, and vLLM's own layers, weight loaders, groups and compiler run. Only
-the platform is a stand-in: an out-of-tree one, as vLLM calls it, whose device is the CPU and whose
+vLLM's own loader finds the plug-in, and vLLM's own layers, weight loaders, groups and compiler run.
+Only the platform is a stand-in: an out-of-tree one, as vLLM calls it, whose device is the CPU and whose
 collectives are gloo's. Each result is compared with float64, and so is that of vLLM's own layer with
 the same weights; what mkernel was called for is counted.
 """
@@ -28,6 +28,7 @@ import mkernel
 
 LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # relative, of norms
 HIDDEN, INNER, TOKENS, EPS = 64, 96, 26, 1e-5
+SPLIT = 2  # ranks of a tensor parallel group
 
 
 class StandIn(Platform):
@@ -49,6 +50,7 @@ BINARY = torch.library.Library("_C", "FRAGMENT")
 BINARY.define("rotary_embedding(Tensor x) -> Tensor")
 
 from vllm.compilation.decorators import support_torch_compile  # noqa: E402
+from vllm.compilation.passes.inductor_pass import CallableInductorPass  # noqa: E402
 from vllm.compilation.passes.vllm_inductor_pass import get_match_table  # noqa: E402
 from vllm.config import (  # noqa: E402
     CompilationConfig,
@@ -70,7 +72,6 @@ from vllm.model_executor.custom_op import op_registry_oot  # noqa: E402
 from vllm.model_executor.layers.activation import SiluAndMul  # noqa: E402
 from vllm.model_executor.layers.layernorm import RMSNorm  # noqa: E402
 from vllm.model_executor.layers.linear import (  # noqa: E402
-    ColumnParallelLinear,
     MergedColumnParallelLinear,
     RowParallelLinear,
     UnquantizedLinearMethod,
@@ -154,7 +155,7 @@ def loading(layer: nn.Module) -> list[tuple[Any, ...]]:
 
 
 def check_versions(told: Warnings) -> None:
-    """Another version of vLLM is refused by name, and nothing is replaced."""
+    """Another version of vLLM, and another plug-in's layer, are left as they are, by name."""
     import vllm_mkernel
 
     known = vllm_mkernel.__version_tuple__
@@ -162,7 +163,17 @@ def check_versions(told: Warnings) -> None:
     vllm_mkernel.register()
     vllm_mkernel.__version_tuple__ = known
     (message,) = told.take()
-    assert "0.33" in message and "0.34.1" in message and not op_registry_oot, message
+    assert all(word in message for word in ("0.33", "0.34.1")), message
+    assert not op_registry_oot
+
+    class Theirs(RowParallelLinear):
+        """The layer of another plug-in."""
+
+    RowParallelLinear.register_oot(Theirs)
+    vllm_mkernel.register()
+    (message,) = told.take()
+    assert "Theirs" in message, message
+    assert op_registry_oot.pop("RowParallelLinear") is Theirs
 
 
 def check_loader(told: Warnings) -> type:
@@ -194,7 +205,8 @@ def check_row_parallel(plugged: type) -> None:
         assert type(layer) is plugged
         with vllms_own():
             own = RowParallelLinear(INNER, HIDDEN, prefix="own", **options)
-        assert type(own) is RowParallelLinear and loading(layer) == loading(own)
+        assert type(own) is RowParallelLinear
+        assert loading(layer) == loading(own)
         full = {"weight": drawn(HIDDEN, INNER, dtype=dtype) / INNER**0.5}
         full |= {"bias": drawn(HIDDEN, dtype=dtype)} if bias else {}
         for each in (layer, own):
@@ -245,8 +257,8 @@ def check_refusals(told: Warnings) -> None:
                 RowParallelLinear(INNER, HIDDEN, bias=False, prefix=f"{word}.{at}", **options)
                 for at in range(2)
             ]
-        messages = told.take()
-        assert len(messages) == 1 and word in messages[0] and f"{word}.0" in messages[0], messages
+        (message,) = told.take()
+        assert all(each in message for each in (word, f"{word}.0")), message
         weight = drawn(HIDDEN, INNER, dtype=layers[0].weight.dtype)
         load(layers[1], weight=weight)
         x = drawn(TOKENS, INNER, dtype=weight.dtype)
@@ -256,6 +268,15 @@ def check_refusals(told: Warnings) -> None:
         error = (found.double() - x.double() @ weight.double().t()).norm() / found.norm()
         assert error < 1e-5, (word, error)
     os.environ["VLLM_BATCH_INVARIANT"] = "0"
+
+    passes = VllmConfig()  # with a pass of the user's
+    theirs = CallableInductorPass(print, uuid="theirs")
+    passes.compilation_config.inductor_compile_config[StandIn().pass_key] = theirs
+    with set_current_vllm_config(passes):
+        RowParallelLinear(INNER, HIDDEN, bias=False)
+    (message,) = told.take()
+    assert "CallableInductorPass" in message, message
+    assert passes.compilation_config.inductor_compile_config[StandIn().pass_key] is theirs
 
     layer = RowParallelLinear(INNER, HIDDEN, bias=False)  # and a call that mkernel does not take
     for _ in range(2):
@@ -273,7 +294,7 @@ class Half(nn.Module):
         self.scattered = scattered
         self.norm = RMSNorm(HIDDEN, EPS)
         self.up = MergedColumnParallelLinear(
-            HIDDEN, [INNER, INNER], bias=False, prefix=f"{prefix}.up"
+            HIDDEN, [INNER, INNER], bias=True, prefix=f"{prefix}.up"
         )
         self.act = SiluAndMul()
         self.down = RowParallelLinear(
@@ -321,8 +342,9 @@ class Scattered(Model):
         super().__init__(vllm_config=vllm_config, prefix=prefix, scattered=True)
 
 
-def check_compiled(kind: type, **launches: int) -> None:
+def check_compiled(kind: type, dtype: torch.dtype, **launches: int) -> None:
     """A model that vLLM compiles: the pass takes norms, gathers and scatters."""
+    torch.set_default_dtype(dtype)
     tp = get_tp_group()
     rank, ranks = tp.rank_in_group, tp.world_size
     config = VllmConfig(
@@ -338,35 +360,41 @@ def check_compiled(kind: type, **launches: int) -> None:
         model = kind(vllm_config=config, prefix=kind.__name__)
     full = []
     for half in model.halves:
-        gate, up, down = drawn(INNER, HIDDEN) / 8, drawn(INNER, HIDDEN) / 8, drawn(HIDDEN, INNER) / 8
-        half.up.weight.weight_loader(half.up.weight, gate, 0)
-        half.up.weight.weight_loader(half.up.weight, up, 1)
+        shapes = (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)
+        gate, up, down = (drawn(*shape, dtype=dtype) / 8 for shape in shapes)
+        biases = [drawn(INNER, dtype=dtype) for _ in range(2)]
+        for shard, values in enumerate(zip((gate, up), biases, strict=True)):
+            for parameter, value in zip((half.up.weight, half.up.bias), values, strict=True):
+                parameter.weight_loader(parameter, value, shard)
         load(half.down, weight=down)
-        full.append((gate, up, down))
+        full.append([each.double() for each in (gate, up, down, *biases)])
     norms = [half.norm for half in model.halves] + [model.norm]
     for norm in norms:
-        norm.weight.data.copy_(1 + drawn(HIDDEN) / 8)
+        norm.weight.data.copy_(1 + drawn(HIDDEN, dtype=dtype) / 8)
     for tokens in (TOKENS, TOKENS, TOKENS + 1, 7):  # also where ranks do not divide them
-        x, residual = drawn(tokens, HIDDEN), drawn(tokens, HIDDEN)
+        x, residual = (drawn(tokens, HIDDEN, dtype=dtype) for _ in "xr")
 
         def part(whole: Tensor) -> Tensor:
             padded = F.pad(whole, (0, 0, 0, -len(whole) % ranks))
             return padded.chunk(ranks)[rank].clone() if kind is Scattered else whole.clone()
 
         total, y = residual.double(), x.double()
-        for norm, (gate, up, down) in zip(norms, full, strict=False):
+        for norm, (gate, up, down, *biases) in zip(norms, full, strict=False):
             total = total + y
             rows = F.rms_norm(total, (HIDDEN,), norm.weight.double(), EPS)
-            y = (F.silu(rows @ gate.double().t()) * (rows @ up.double().t())) @ down.double().t()
+            gates, ups = F.linear(rows, gate, biases[0]), F.linear(rows, up, biases[1])
+            y = (F.silu(gates) * ups) @ down.t()
         total = total + y
         expected = F.rms_norm(total, (HIDDEN,), norms[-1].weight.double(), EPS), total
         with counted(**launches), set_forward_context(None, config, num_tokens=tokens):
             found = model(part(x), part(residual), torch.arange(tokens))
-        real = min(len(part(x)), max(0, tokens - rank * len(part(x)))) if kind is Scattered else tokens
+        shard = len(part(x))
+        real = min(shard, tokens - rank * shard) if kind is Scattered else tokens
         for name, one, other in zip(("rows", "residual"), found, expected, strict=True):
             close(f"{kind.__name__} {tokens} {name}", one[:real], part(other)[:real])
     made = {name: count - before.get(name, 0) for name, count in get_match_table().items()}
-    wanted = {"mkernel_gather": 2, "mkernel_scatter": 2} if kind is Scattered else {"mkernel_norm": 2}
+    fused = ("mkernel_gather", "mkernel_scatter") if kind is Scattered else ("mkernel_norm",)
+    wanted = dict.fromkeys(fused, 2)
     assert {name: count for name, count in made.items() if count} == wanted, made
 
 
@@ -381,12 +409,13 @@ def main() -> None:
         state.init_distributed_environment(
             ranks, rank, "env://", rank, "gloo", timeout=timedelta(seconds=120)
         )
-        state.initialize_model_parallel(ranks)
+        state.initialize_model_parallel(SPLIT, ranks // SPLIT)
         try:
             check_row_parallel(plugged)
             check_refusals(told)
-            check_compiled(Whole, gemm_all_reduce=2)
-            check_compiled(Scattered, all_gather_gemm=2, gemm_reduce_scatter=2)
+            check_compiled(Whole, torch.float32, gemm_all_reduce=2)
+            check_compiled(Whole, torch.bfloat16, gemm_all_reduce=2)
+            check_compiled(Scattered, torch.float32, all_gather_gemm=2, gemm_reduce_scatter=2)
             assert told.take() == []
         finally:
             mkernel.finalize()

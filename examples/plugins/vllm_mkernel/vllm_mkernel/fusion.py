@@ -20,12 +20,9 @@ from torch.fx import Graph, Node
 from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.compilation.passes.vllm_inductor_pass import VllmPatternMatcherPass
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_mkernel import ops
-
-logger = init_logger("vllm.mkernel.fusion")
 
 aten = torch.ops.aten
 
@@ -38,8 +35,9 @@ def install(config: VllmConfig | None) -> None:
     passes = config.compilation_config.inductor_compile_config
     present = passes.setdefault(current_platform.pass_key, FusesProducts())
     if not isinstance(present, FusesProducts):
-        logger.warning_once(
-            "%s of inductor_compile_config is %s already: norms and sequence-parallel layers are not fused",
+        ops.warn_once(
+            type(present),
+            "%s of inductor_compile_config is %s already: norms, gathers and scatters are not fused",
             current_platform.pass_key,
             type(present).__name__,
         )

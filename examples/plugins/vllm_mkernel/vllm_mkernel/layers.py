@@ -5,20 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import vllm.envs as envs
 from torch import Tensor
+from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed import get_tp_group, split_tensor_along_last_dim
-from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 from vllm.platforms import current_platform
 
 from vllm_mkernel import fusion, ops
 
-logger = init_logger("vllm.mkernel.layers")
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_told: set[str] = set()
 
 
 class FusedRowParallelLinear(RowParallelLinear):
@@ -32,9 +28,9 @@ class FusedRowParallelLinear(RowParallelLinear):
         self.group_name = None if why else ops.join(get_tp_group())
         if why is None:
             fusion.install(config)
-        elif why not in _told:
-            _told.add(why)
-            logger.warning(
+        else:
+            ops.warn_once(
+                why,
                 "%s stays vLLM's own, and so do all other layers for this reason: %s",
                 self.prefix or "a row-parallel layer",
                 why,
@@ -54,24 +50,22 @@ class FusedRowParallelLinear(RowParallelLinear):
 
 def refusal(layer: RowParallelLinear, config: VllmConfig | None) -> str | None:
     """Return why a layer must stay vLLM's own, in words; None: it need not."""
-    if layer.tp_size == 1:
-        return "it is not split over ranks"
-    if type(layer.quant_method) is not UnquantizedLinearMethod:
-        return f"its weight is quantised ({type(layer.quant_method).__name__})"
-    if layer.params_dtype not in _DTYPES:
-        return f"its weight is {layer.params_dtype}"
-    if envs.VLLM_BATCH_INVARIANT:
-        return "results must not depend on the batch (VLLM_BATCH_INVARIANT)"
-    if current_platform.is_cpu() or current_platform.device_type not in ("cuda", "cpu"):
-        return f"vLLM multiplies in its own way on {current_platform.device_name}"
-    if current_platform.is_rocm():
-        return "vLLM runs on ROCm"
-    if config is None:
-        return None
-    if config.lora_config is not None:
-        return "LoRA adapters are added between the product and the sum"
-    if config.parallel_config.use_ubatching:
-        return "micro-batches run in threads, whose calls have no common order"
-    if config.kernel_config.linear_backend != "auto":
-        return f"--linear-backend {config.kernel_config.linear_backend} was asked for"
-    return None
+    method, platform = type(layer.quant_method), current_platform
+    reasons = {
+        "it is not split over ranks": layer.tp_size == 1,
+        f"its weight is quantised ({method.__name__})": method is not UnquantizedLinearMethod,
+        f"its weight is {layer.params_dtype}": layer.params_dtype not in _DTYPES,
+        "results must not depend on the batch (VLLM_BATCH_INVARIANT)": envs.VLLM_BATCH_INVARIANT,
+        f"vLLM runs on {platform.device_name}, with products of its own": platform.is_rocm()
+        or platform.is_cpu()
+        or platform.device_type not in ("cuda", "cpu"),
+    }
+    if config is not None:
+        backend = config.kernel_config.linear_backend
+        threads = config.parallel_config.use_ubatching
+        reasons |= {
+            "LoRA adapters are added between product and sum": config.lora_config is not None,
+            "micro-batches run in threads, whose calls have no common order": threads,
+            f"--linear-backend {backend} was asked for": backend != "auto",
+        }
+    return next((why for why, holds in reasons.items() if holds), None)

@@ -1,8 +1,9 @@
 """The custom ops ``torch.ops.vllm_mkernel``, which name a group as vLLM's own collectives do.
 
-They are functional, like vLLM's collectives: what the compiler keeps of them, and in which order, is the
-same on all ranks because vLLM compiles the same program on all of them. A call that the group's mkernel
-world does not take (:data:`NOT_TAKEN`, raised on every rank before anything is sent) is made by vLLM.
+They are functional, like vLLM's collectives: what the compiler keeps of them, and in which order, is
+the same on all ranks because vLLM compiles the same program on all of them. A call that the group's
+mkernel world does not take (:data:`NOT_TAKEN`, raised on every rank before anything is sent) is made
+by vLLM.
 """
 
 from __future__ import annotations
@@ -11,21 +12,29 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import mkernel
 import torch
 import vllm.ir.ops
-from mkernel.errors import DtypeError, LayoutError, ShapeError, Unsupported
 from torch import Tensor
 from torch.nn.functional import linear
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.logger import init_logger
 
-logger = init_logger("vllm.mkernel.ops")
+import mkernel
+from mkernel.errors import DtypeError, LayoutError, ShapeError, Unsupported
+
+logger = init_logger("vllm.mkernel")
 
 NOT_TAKEN = (Unsupported, ShapeError, DtypeError, LayoutError)
 
 _groups: weakref.WeakValueDictionary[str, GroupCoordinator] = weakref.WeakValueDictionary()
-_told: set[tuple[str, type[Exception]]] = set()
+_told: set[Any] = set()
+
+
+def warn_once(cause: Any, message: str, *values: Any) -> None:
+    """Warn, unless this process has warned of the cause before."""
+    if cause not in _told:
+        _told.add(cause)
+        logger.warning(message, *values)
 
 
 def join(group: GroupCoordinator) -> str:
@@ -59,9 +68,8 @@ def _either(
     try:
         return fused(coordinator.device_group)
     except NOT_TAKEN as error:
-        if (name, type(error)) not in _told:
-            _told.add((name, type(error)))
-            logger.warning("mkernel does not take a call of %s, vLLM makes it: %s", name, error)
+        cause = name, type(error)
+        warn_once(cause, "mkernel does not take a call of %s, vLLM makes it: %s", name, error)
         return plain(coordinator)
 
 
