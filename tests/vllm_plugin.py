@@ -60,15 +60,16 @@ def check(folder: Path) -> int:
         source = Path(scratch) / plugin.name
         pip = [python, "-m", "pip", "--quiet", "install", "--no-deps", "--force-reinstall"]
         subprocess.run([*pip, source], check=True)
-        settings = {
-            "VLLM_PLUGINS": "mkernel",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_CACHE_ROOT": str(Path(scratch) / "cache"),
-            "VLLM_DISABLE_COMPILE_CACHE": "1",  # its key has no dtype where there is no whole model
-            "TORCHINDUCTOR_CACHE_DIR": str(Path(scratch) / "inductor"),
-            "OMP_NUM_THREADS": "1",
-        }
         for ranks in (2, 4):
+            cache = Path(scratch) / str(ranks)  # a graph that is found in one is not rewritten
+            settings = {
+                "VLLM_PLUGINS": "mkernel",
+                "VLLM_LOGGING_LEVEL": "WARNING",
+                "VLLM_CACHE_ROOT": str(cache / "vllm"),
+                "VLLM_DISABLE_COMPILE_CACHE": "1",  # its key has no dtype without a whole model
+                "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+                "OMP_NUM_THREADS": "1",
+            }
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
             code = subprocess.run(
                 [python, *launch, ROOT / "tests" / "vllm_plugin_ranks.py"],
