@@ -71,13 +71,15 @@ def check(folder: Path) -> int:
                 "OMP_NUM_THREADS": "1",
             }
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            code = subprocess.run(
-                [python, *launch, ROOT / "tests" / "vllm_plugin_ranks.py"],
-                env=os.environ | settings,
-                cwd=scratch,
-                timeout=900,
-                check=False,
-            ).returncode
+            program = ROOT / "tests" / "vllm_plugin_ranks.py"
+            process = subprocess.Popen(
+                [python, *launch, program], env=os.environ | settings, cwd=scratch
+            )
+            try:
+                code = process.wait(900)
+            finally:
+                process.terminate()  # which ends its ranks, too
+                process.wait(60)
             if code:
                 return code
     return 0
