@@ -38,6 +38,13 @@ class Framework(NamedTuple):
 
 MEGATRON = f"{TORCHRUN} 2 {EXAMPLES}/megatron_core_gpt.py"
 FRAMEWORKS = {
+    "transformers": Framework(
+        ("transformers==5.24.0 accelerate==1.15.0",),
+        (
+            f"{TORCHRUN} 2 {EXAMPLES}/transformers_fp8.py",
+            f"{TORCHRUN} 4 examples/transformers_models.py --tp 2",
+        ),
+    ),
     "torchtitan": Framework(
         (
             "--no-deps torchtitan==0.2.2 torchdata==0.11.0 triton==3.7.0",
