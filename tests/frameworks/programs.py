@@ -73,7 +73,7 @@ def run(name: str) -> int:
         environment = {
             **os.environ,
             "HOME": folder, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": "", "PYTHONWARNINGS": "ignore",
+            "RAY_TMPDIR": folder, "PYTHONPATH": "", "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
         for command in framework.commands:
             print(f"== {name}: python {command}", flush=True)

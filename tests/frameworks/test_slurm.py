@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -65,11 +66,17 @@ def free_ports() -> int:
 
 
 def run(script: Path, environment: dict[str, str]) -> tuple[int, str]:
-    ended = subprocess.run(
-        ["bash", str(script)], env=environment, text=True, timeout=LIMIT_S, check=False,
+    job = subprocess.Popen(
+        ["bash", str(script)], env=environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    return ended.returncode, ended.stdout
+    try:
+        said, _ = job.communicate(timeout=LIMIT_S)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+    return job.returncode, said
 
 
 def test_the_script_asks_for_a_task_on_each_gpu() -> None:
