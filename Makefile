@@ -31,7 +31,7 @@ BOTH := +@$(MAKE) --no-print-directory --jobs=2
 BUILD = pip install --quiet --no-deps --no-build-isolation --editable . $(1) \
 	|| { echo "the build failed; 'pip install -v --no-build-isolation -e .' in $(VENV) shows why" >&2; exit 1; }
 
-.PHONY: run shell test test-all test-native test-gpu test-python test-long chaos test-rxe lint format bench sanitize sanitizers sanitize-ranks fuzz kernels portable-kernels mutate numbers site soak clean
+.PHONY: run shell test test-all test-native test-gpu test-python test-long test-frameworks chaos test-rxe lint format bench sanitize sanitizers sanitize-ranks fuzz kernels portable-kernels mutate numbers site soak clean
 
 run: $(RUNNABLE)
 	@mkernel run all_gather_gemm --accelerator ascend
@@ -73,6 +73,10 @@ SECONDS ?= 120
 SEED ?= 0
 chaos: $(VENV)/.installed
 	PYTHONPATH=tests python -m campaigns chaos --pinned --seconds $(SECONDS) --seed $(SEED)
+
+# Runs the programs of docs/frameworks, each in an environment of its own, with pinned packages from the index.
+test-frameworks: $(VENV)/.installed
+	python tests/frameworks/programs.py
 
 # One long life after another of several worlds, beside other traffic, on an accelerator: SECONDS, SEED,
 # ACCELERATOR (hopper on GPUs); `make test-all` has two short lives on streams.

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import sysconfig
 import tempfile
-import venv
 from pathlib import Path
+
+import layered_environment
 
 ROOT = Path(__file__).parents[1]
 TESTS = (
@@ -29,15 +29,8 @@ TESTS = (
 def main(version: str) -> int:
     """Return pytest's exit code."""
     with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
-        python = Path(folder) / "bin" / "python"
         wanted = "torch" if version == "newest" else f"torch=={version}"
-        subprocess.run([python, "-m", "pip", "install", "--quiet", wanted, "numpy"], check=True)
-        purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        own = subprocess.check_output([python, "-c", purelib], text=True).strip()
-        # Packages of its own come first. Hooks of editable installs run too, as they do here.
-        ours = sysconfig.get_path("purelib")
-        (Path(own) / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+        python = layered_environment.make(folder, (wanted, "numpy"))
         shown = "import torch; print('torch', torch.__version__)"
         subprocess.run([python, "-c", shown], check=True)
         return subprocess.run(

@@ -1,12 +1,10 @@
-"""Ranks that torchrun, torch.multiprocessing, SLURM's srun and Ray start."""
+"""Ranks that torchrun, torch.multiprocessing and Ray start. tests/frameworks has SLURM's srun."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -73,33 +71,6 @@ def test_torch_multiprocessing(tmp_path: Path, environment: dict[str, str]) -> N
     assert_ended(start([sys.executable, str(SCRIPT), "processes", str(tmp_path)], environment))
     for note in notes(tmp_path):
         assert len(note["errors"]) == 3
-
-
-def test_srun(tmp_path: Path, environment: dict[str, str]) -> None:
-    """A job step of two tasks, on two nodes with a secret of the job's."""
-    step = {
-        "SLURM_JOB_ID": str(free_port() - 15000), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2",
-        "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost,other",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0",
-        "MKERNEL_JOB_SECRET": "0123456789abcdef",
-    }  # fmt: skip
-    command = [sys.executable, str(SCRIPT), "alone", str(tmp_path)]
-    assert_ended(
-        *(start(command, {**environment, **step, "SLURM_PROCID": str(rank)}) for rank in range(2))
-    )
-    assert {note["nodes"] for note in notes(tmp_path)} == {2}
-
-
-def free_port() -> int:
-    """One that a SLURM job may be given."""
-    while True:
-        port = random.randrange(15000, 30000)
-        with socket.socket() as taken:
-            try:
-                taken.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs `pip install ray`")
