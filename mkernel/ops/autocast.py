@@ -128,8 +128,8 @@ def explained(error: DtypeError, name: str, given: Mapping[str, Any]) -> DtypeEr
 
 
 def _is_cached(value: Tensor) -> bool:
-    """Return whether torch would cache the cast of a tensor. It does of inference tensors too, whose
-    changes it does not count."""
+    """Return whether the cast of a tensor is kept: where torch keeps it, and counts the tensor's
+    changes."""
     return (
         torch.is_autocast_cache_enabled()
         and value.dtype == torch.float32
