@@ -195,15 +195,33 @@ class RowsSchedule(TokenSchedule):
     blocks: int = Field(ge=1)
 
 
-class CombineSchedule(Schedule):
+class ReturnSchedule(Schedule):
+    """The schedule of results that come home. Between nodes they do so as sums by rank, of all tokens
+    of each rank of another node, in ``pieces``, each of which leaves as soon as it is summed; in one
+    node there are none."""
+
+    pieces: int = Field(0, ge=0, le=MOST_PIECES)
+
+    @property
+    def whole_tokens(self) -> bool:
+        """True between nodes, where sums of all tokens travel."""
+        return self.pieces > 0
+
+
+class CombineSchedule(ReturnSchedule):
     """The schedule of the MoE combine. Rows go to their places on the token's rank, where they are
-    added; a kernel of ``sum_blocks`` blocks does each of the two."""
+    added; a kernel of ``sum_blocks`` blocks does each of the two. Between nodes sums are float32."""
 
     kind: Literal["hopper.moe_combine"] = "hopper.moe_combine"
     sum_blocks: int = Field(ge=1)
 
+    @property
+    def returns(self) -> Returns:
+        """Return how results come home."""
+        return "ranks" if self.pieces else "slots"
 
-class LibraryCombineSchedule(Schedule):
+
+class LibraryCombineSchedule(ReturnSchedule):
     """The schedule of MoE GEMM+combine whose product is a library's. ``returns``: each result travels
     to its place on the token's rank (``slots``); or a token's results on one rank are added there, and
     their sum is returned (``ranks``). Kernels of ``sum_blocks`` blocks do either."""

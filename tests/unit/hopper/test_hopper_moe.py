@@ -83,10 +83,10 @@ class Started:
             self.told.append((name, str(given), str(steady)))
             return found(*given, **named)
 
-        def start(*given: Any) -> None:
+        def start(*given: Any, **named: int) -> None:
             sizes = [one for one in given if isinstance(one, int) and one < LEAST_ADDRESS]
             steps = [str(one) for one in given if type(one) is step]
-            self.told.append((name, given[-1], *steps, *sizes))
+            self.told.append((name, given[-1], *steps, *sizes, *named.values()))
 
         step = self._made.HomeStep
         return build if name in BUILT else start if name in STARTED else found

@@ -129,6 +129,17 @@ def test_sums_leave_behind_the_product(started: Started) -> None:
     assert not {name for name, _ in started.names} & set(FAR)
 
 
+@pytest.mark.parametrize("op", ["moe_combine", "moe_gemm_combine"])
+def test_sums_leave_piece_by_piece(started: Started, op: str) -> None:
+    run(called(planned(op, chunk=5)))  # of 12 tokens
+    pieces = [("moe_home", MAIN), ("send_outbox", MAIN)] * 3
+    assert started.names[-8:] == [*pieces, ("land_far", MAIN), ("moe_home", MAIN)]
+    home = started.given["Home"]
+    assert (home["first"], home["end"], home["pieces"]) == (8, 12, 3)
+    sent = [each[-1] for each in started.told if each[0] == "send_outbox"]
+    assert sent == [0, 1, 2]
+
+
 def test_a_combine_alone_adds_by_rank_in_float32(started: Started) -> None:
     call = called(planned("moe_combine"))
     run(call)
@@ -170,13 +181,13 @@ def test_areas(started: Started, op: str) -> None:
         else:
             row_bytes = 4 * SIZES["features"]
         whole, outbox = sizes.home_bytes(row_bytes, True), 2 * SIZES["tokens"] * row_bytes
-        slots = [sizes.far_weights(), sizes.far_sums(row_bytes)]
+        slots = [sizes.far_weights(), sizes.far_sums(row_bytes, 1)]
         assert offset + sizes.outbox_offset(row_bytes) == whole
     found = HopperAccelerator().workspace(direct)
     assert (found.areas, found.staging) == ((whole + outbox,), 0)
     found = HopperAccelerator().workspace(staged)
     assert (found.areas, found.staging) == ((whole,), whole - offset + outbox)
-    assert [slot.flag for slot in slots] in ([], [0, 2])
+    assert [slot.flag for slot in slots] in ([], [0, 4])
     ends = [slot.offset + 2 * slot.bytes for slot in slots]
     assert ends == sorted(ends)
     assert all(end <= whole - offset for end in ends)
@@ -224,8 +235,9 @@ RANKS, EACH = 4, 2
 
 
 class Puts:
-    """Stands for the native module; counts what a rank's tokens put to each rank, as
-    kernels/moe/crossing.hpp says: its ids, and a row for each token in the rank's, or node's, list."""
+    """Stands for the native module; counts what is put to each rank: of tokens as
+    kernels/moe/crossing.hpp says, its ids, and a row for each token in the rank's, or node's, list;
+    else slots (kernels/moe/far_slots.hpp)."""
 
     def __init__(self, made: Any, rank: int) -> None:
         self._made, self._rank = made, rank
@@ -249,6 +261,19 @@ class Puts:
             wanted = ((ids >= first) & (ids < first + span * own)).any(1)
             self.sent[peer] += 4 * count * top_k + int(wanted.sum()) * tokens.row_bytes
 
+    def send_far(self, device: int, world: Any, rows: int, slots: Any, stream: int) -> None:
+        self._to_all(slots.bytes)
+
+    def send_outbox(
+        self, device: int, world: Any, outbox: int, slots: Any, stream: int, piece: int
+    ) -> None:
+        self._to_all(slots.bytes_of(piece))
+
+    def _to_all(self, nbytes: int) -> None:
+        for peer in range(RANKS):
+            if peer // EACH != self._rank // EACH:
+                self.sent[peer] += nbytes
+
     def __getattr__(self, name: str) -> Any:
         if name == "shares_device":
             return lambda *given: False
@@ -258,13 +283,16 @@ class Puts:
 
 
 @pytest.mark.usefixtures("started")
-@pytest.mark.parametrize("exchange", ["direct", "hierarchical"])
-@pytest.mark.parametrize("op", DISPATCHES)
+@pytest.mark.parametrize(
+    ("op", "exchange"),
+    [*((op, "direct") for op in MOE), *((op, "hierarchical") for op in DISPATCHES)],
+)
 def test_planned_bytes_are_those_that_calls_put(
     op: str, exchange: str, made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are so of every rank and peer, with tokens that are spread unevenly."""
-    plan = planned(op, each=EACH, exchange=exchange, chunk=5, capacity=99)
+    capacity = {"capacity": 99} if op in DISPATCHES else {}
+    plan = planned(op, each=EACH, exchange=exchange, chunk=5, **capacity)
     draw = torch.Generator().manual_seed(3)
     size = RANKS, SIZES["tokens"], SIZES["top_k"]
     ids = torch.randint(-1, SIZES["experts"], size, generator=draw).int()
@@ -283,8 +311,9 @@ def test_planned_bytes_are_those_that_calls_put(
             peer: n for peer, n in traffic.from_rank(rank).items() if peer // EACH != rank // EACH
         }
         assert module.sent == far, rank
-        travels = [each for each in module.started if each.endswith(("tokens", "wanted"))]
-        assert travels == ["put_tokens", "push_wanted", "land_tokens"]
+        if op in DISPATCHES:
+            travels = [each for each in module.started if each.endswith(("tokens", "wanted"))]
+            assert travels == ["put_tokens", "push_wanted", "land_tokens"]
 
 
 def relayed_call(plan: LaunchPlan, rank: int, ids: torch.Tensor) -> Call:
@@ -294,6 +323,11 @@ def relayed_call(plan: LaunchPlan, rank: int, ids: torch.Tensor) -> Call:
         "routing": torch.zeros(words, dtype=torch.int32),
         "x": torch.zeros(tokens, hidden).bfloat16(), "topk_ids": ids.contiguous(),
         "w": torch.zeros(experts // RANKS, hidden, SIZES["features"]).bfloat16(),
+        "y": torch.zeros(one_node.ROWS, SIZES["features"]).bfloat16(),
+        "h": torch.zeros(one_node.ROWS, SIZES["features"]).bfloat16(),
+        "w2": torch.zeros(experts // RANKS, SIZES["features"], hidden).bfloat16(),
+        "topk_weights": torch.zeros(tokens, SIZES["top_k"]),
+        "out": torch.zeros(tokens, hidden if "gemm" in plan.op else SIZES["features"]).bfloat16(),
     }  # fmt: skip
     neighbour = rank // EACH * EACH + (rank + 1) % EACH
     return Call(

@@ -37,7 +37,12 @@ from mkernel.backends.accelerators.cuda.device_world import (
     device_world,
     workspace_of,
 )
-from mkernel.backends.accelerators.cuda.moe.nodes import FarRanks, crossing_of, outbox_bytes
+from mkernel.backends.accelerators.cuda.moe.nodes import (
+    FarRanks,
+    crossing_of,
+    outbox_bytes,
+    sum_pieces,
+)
 from mkernel.backends.accelerators.cuda.moe.tuning import check_size, row_bytes
 from mkernel.backends.accelerators.cuda.native_kernels import native
 from mkernel.backends.accelerators.cuda.operands import deliver, writable
@@ -170,7 +175,10 @@ class MoeExecutor:
         *,
         wide: bool,
         by_rank: bool,
+        tokens: tuple[int, int] = (0, 0),
     ) -> _kernels.Home:
+        """Return the arguments of a step of what comes home. ``tokens``: the first and the end of those
+        of each rank that a step by rank sums."""
         made: _kernels.Home = native().Home(
             sizes=self._sizes,
             routing=call.tensors["routing"].data_ptr(),
@@ -178,6 +186,9 @@ class MoeExecutor:
             weights=call.tensors["topk_weights"].data_ptr(),
             out=out.data_ptr(),
             width=out.shape[1],
+            first=tokens[0],
+            end=tokens[1],
+            pieces=sum_pieces(self._plan),
             half=self._plan.out_dtype == "float16",
             wide=wide,
             by_rank=by_rank,
@@ -394,13 +405,17 @@ class CombineBase(MoeExecutor):
         )  # fmt: skip
         try:
             y = rows()
-            home = self._home(call, y, written, blocks, wide=wide, by_rank=True)
             if forked and plan.nodes > 1:  # sums would keep out the kernel that sets their flags
                 forked = False
                 self._context.order.join(stream)
-            made.moe_home(device, world, home, steps.sum_rows, stream)
-            if exchanges and plan.nodes > 1:
-                far.send_sums(world, stream)
+            count, pieces = len(weights), sum_pieces(plan) if exchanges else 0
+            each = -(-count // max(pieces, 1))
+            for piece in range(max(pieces, 1)):
+                tokens = piece * each, min((piece + 1) * each, count)
+                home = self._home(call, y, written, blocks, wide=wide, by_rank=True, tokens=tokens)
+                made.moe_home(device, world, home, steps.sum_rows, stream)
+                if pieces:
+                    far.send_sums(world, pieces, piece, stream)
             made.moe_home(device, world, home, steps.sum_ranks, stream)
         finally:
             if forked:

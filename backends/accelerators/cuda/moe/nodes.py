@@ -4,7 +4,7 @@ Tokens cross by puts of a NIC in pieces, once to each of these ranks that wants 
 that does, whose rank in the same place passes them on (kernels/moe/crossing.hpp). Weights go whole to
 each of these ranks. One small kernel, which runs before anything waits for them, sets the flags that
 ranks of the node set themselves. Results return by rank only: sums for another node's ranks leave
-through an outbox.
+through an outbox, each piece as soon as it is summed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING
 
 from mkernel.backends.accelerators.cuda.moe.tuning import row_bytes
 from mkernel.backends.accelerators.cuda.native_kernels import native
-from mkernel.backends.accelerators.cuda.schedule import TokenSchedule
+from mkernel.backends.accelerators.cuda.schedule import ReturnSchedule, TokenSchedule
 from mkernel.errors import ArgumentError
-from mkernel.plan.model import DispatchShape, LaunchPlan, MoeShape
+from mkernel.plan.model import (
+    CombineShape,
+    DispatchShape,
+    GemmCombineShape,
+    LaunchPlan,
+    MoeShape,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +45,20 @@ def crossing_of(plan: LaunchPlan) -> TokenSchedule:
     if how.relay_bytes != kept:
         raise ArgumentError("plan.schedule.relay_bytes", how.relay_bytes, f"{kept} here")
     return how
+
+
+def sum_pieces(plan: LaunchPlan) -> int:
+    """Return the pieces in which sums for ranks of other nodes travel; 0: there is one node.
+    ArgumentError for a schedule that calls would not follow."""
+    pieces, shape = plan.part(ReturnSchedule).pieces, plan.shape
+    assert isinstance(shape, CombineShape | GemmCombineShape)
+    rows = -(-shape.tokens // max(pieces, 1))
+    if pieces != (0 if plan.nodes == 1 else -(-shape.tokens // rows)):
+        legal = (
+            "0 in one node" if plan.nodes == 1 else f"pieces of {shape.tokens} tokens, none empty"
+        )
+        raise ArgumentError("plan.schedule.pieces", pieces, legal)
+    return pieces
 
 
 def outbox_bytes(plan: LaunchPlan) -> int:
@@ -65,9 +85,10 @@ class FarRanks:
         made.send_far(self._device, world, weights.data_ptr(), slots, stream)
         made.land_far(self._device, world, [slots], stream)
 
-    def send_sums(self, world: _kernels.DeviceWorld, stream: int) -> None:
-        """Send the contents of the outbox, and land the sums of others."""
-        made, slots = native(), self._sizes.far_sums(self._row_bytes)
+    def send_sums(self, world: _kernels.DeviceWorld, pieces: int, piece: int, stream: int) -> None:
+        """Send a piece of the contents of the outbox; behind the last one land the sums of others."""
+        made, slots = native(), self._sizes.far_sums(self._row_bytes, pieces)
         outbox = self._sizes.outbox_offset(self._row_bytes)
-        made.send_outbox(self._device, world, outbox, slots, stream)
-        made.land_far(self._device, world, [slots], stream)
+        made.send_outbox(self._device, world, outbox, slots, stream, piece=piece)
+        if piece == pieces - 1:
+            made.land_far(self._device, world, [slots], stream)

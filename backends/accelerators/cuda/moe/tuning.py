@@ -31,16 +31,18 @@ from mkernel.plan.model import (
     BLOCK,
     DTYPE_BYTES,
     E4M3,
+    CombineShape,
     CommonPart,
     DispatchShape,
     GemmCombineShape,
     MoeShape,
+    Schedule,
 )
 from mkernel.plan.pipeline import Pipeline
 from mkernel.plan.predict import payloads, predict
 from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest, TooLarge
 from mkernel.plan.standard import by_rows, choose
-from mkernel.plan.traffic import relay_bytes
+from mkernel.plan.traffic import Moe, relay_bytes
 
 TILE_ROWS = 256
 """Rows of a cluster's tile; as in kernels/moe/tables.cuh."""
@@ -62,7 +64,7 @@ MOST_GROUPS = 1023
 
 def schedule(request: ScheduleRequest) -> Scheduled:
     """Schedule a plan of an MoE op. Within a node a rank's tokens are one chunk, whatever chunk is
-    requested; so are results between nodes."""
+    requested."""
     plan = request.plan
     check_size(plan)
     check_scaled(plan)
@@ -74,10 +76,13 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         found, pushing = with_tokens(request, found, push_blocks)
         crossing = crossing_of(plan, found.pipeline)
         return found._replace(schedule=RowsSchedule(blocks=blocks, push_blocks=pushing, **crossing))
+    pieces = sum_pieces(plan, request.chunk)
     if isinstance(plan.shape, GemmCombineShape):
-        returns = found.pipeline.returns
-        return found._replace(schedule=LibraryCombineSchedule(sum_blocks=blocks, returns=returns))
-    return found._replace(schedule=CombineSchedule(sum_blocks=blocks))
+        made: Schedule = LibraryCombineSchedule(
+            sum_blocks=blocks, returns=found.pipeline.returns, pieces=pieces
+        )
+        return found._replace(schedule=made)
+    return found._replace(schedule=CombineSchedule(sum_blocks=blocks, pieces=pieces))
 
 
 def with_tokens(
@@ -99,12 +104,21 @@ def with_tokens(
 
 
 def piece_rows(plan: CommonPart, chunk: int | None) -> int:
-    """Return the rows of a piece of a rank's tokens for another node. ``chunk``: the rows that are
-    requested; None: pieces of at least ``LEAST_PIECE_BYTES``. There are ``MOST_PIECES`` at most."""
+    """Return the rows of a piece of a rank's tokens, or of sums, for another node. ``chunk``: the rows
+    that are requested; None: pieces of at least ``LEAST_PIECE_BYTES``. There are ``MOST_PIECES`` at
+    most."""
     shape = plan.shape
-    assert isinstance(shape, MoeShape | DispatchShape)
-    least = chunk or -(-LEAST_PIECE_BYTES // row_bytes(shape.hidden, scaled=False))
+    assert isinstance(shape, Moe)
+    width = shape.features if isinstance(shape, CombineShape) else shape.hidden
+    least = chunk or -(-LEAST_PIECE_BYTES // row_bytes(width, scaled=False))
     return min(shape.tokens, max(least, -(-shape.tokens // MOST_PIECES)))
+
+
+def sum_pieces(plan: CommonPart, chunk: int | None) -> int:
+    """Return the pieces that sums for a rank of another node travel in; 0: there is one node.
+    ``chunk``: as of :func:`piece_rows`."""
+    assert isinstance(plan.shape, Moe)
+    return 0 if plan.nodes == 1 else -(-plan.shape.tokens // piece_rows(plan, chunk))
 
 
 def crossing_of(plan: CommonPart, pipeline: Pipeline) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from mkernel.backends.accelerators.cuda.moe.tuning import (
     check_size,
     crossing_of,
     row_bytes,
+    sum_pieces,
     travel_us,
     with_tokens,
 )
@@ -75,6 +76,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
             blocks=max(2, processors // 2 * 2 - (2 if plan.nodes > 1 else 0)),
             sum_blocks=processors * SUM_BLOCKS_A_CORE,
             returns=found.pipeline.returns,
+            pieces=sum_pieces(plan, request.chunk),
         )
     return found._replace(schedule=made)
 

@@ -26,11 +26,12 @@ void bind_moe(py::module_& module) {
 
     py::class_<FarSlots>(module, "FarSlots")
         .def(py::init([](Address offset, Address bytes, std::uint32_t flag) {
-                 return FarSlots{offset, bytes, flag};
+                 return FarSlots{offset, bytes, flag, bytes};
              }),
              py::kw_only(), "offset"_a, "bytes"_a, "flag"_a)
         .def_readonly("offset", &FarSlots::offset)
         .def_readonly("bytes", &FarSlots::bytes)
+        .def("bytes_of", &FarSlots::bytes_of, "piece"_a)
         .def_readonly("flag", &FarSlots::flag);
     py::class_<Sizes>(module, "MoeSizes")
         .def(py::init([](Word world, Word tokens, Word top_k, Word experts) {
@@ -41,7 +42,7 @@ void bind_moe(py::module_& module) {
         .def("dispatch_bytes", &moe::dispatch_bytes, "row_bytes"_a, "pieces"_a)
         .def("home_bytes", &moe::home_bytes, "row_bytes"_a, "by_rank"_a)
         .def("far_weights", &moe::far_weights)
-        .def("far_sums", &moe::far_sums, "row_bytes"_a)
+        .def("far_sums", &moe::far_sums, "row_bytes"_a, "pieces"_a)
         .def("outbox_offset", &moe::outbox_offset, "row_bytes"_a);
     py::class_<ReportBlock>(module, "ReportBlock")
         .def(py::init<>())
@@ -84,13 +85,14 @@ void bind_moe(py::module_& module) {
              "half"_a);
     py::class_<Home>(module, "Home")
         .def(py::init([](const Sizes& sizes, Address routing, Address y, Address weights,
-                         Address out, Word width, bool half, bool wide, bool by_rank, bool waits,
-                         Word blocks) {
-                 return Home{sizes, routing, y,       weights, out,   width,
-                             half,  wide,    by_rank, waits,   blocks};
+                         Address out, Word width, Word first, Word end, Word pieces, bool half,
+                         bool wide, bool by_rank, bool waits, Word blocks) {
+                 return Home{sizes, routing, y,    weights, out,     width, first,
+                             end,   pieces,  half, wide,    by_rank, waits, blocks};
              }),
              py::kw_only(), "sizes"_a, "routing"_a, "y"_a, "weights"_a, "out"_a, "width"_a,
-             "half"_a, "wide"_a, "by_rank"_a, "waits"_a, "blocks"_a);
+             "first"_a, "end"_a, "pieces"_a, "half"_a, "wide"_a, "by_rank"_a, "waits"_a,
+             "blocks"_a);
     py::enum_<Step>(module, "HomeStep")
         .value("send_rows", Step::send_rows)
         .value("sum_slots", Step::sum_slots)
@@ -127,7 +129,7 @@ void bind_moe(py::module_& module) {
     module.def("send_far", on_device(&send_far), "device"_a, "world"_a, "from_"_a, "slots"_a,
                "stream"_a, released);
     module.def("send_outbox", on_device(&send_outbox), "device"_a, "world"_a, "outbox"_a, "slots"_a,
-               "stream"_a, released);
+               "stream"_a, "piece"_a = 0, released);
     module.def("land_far",
                on_device<const DeviceWorld&, const std::vector<FarSlots>&, Address>(&land_far),
                "device"_a, "world"_a, "slots"_a, "stream"_a, released);

@@ -58,6 +58,7 @@ std::uint64_t dispatch_bytes(const Sizes& sizes, std::uint64_t row_bytes, std::i
 }
 
 Crossing crossing_of(const Sizes& sizes, std::uint64_t row_bytes, std::int32_t pieces) {
+    if (pieces == 0) return {};
     return {aligned(scratch_offset(sizes, row_bytes) + scratch_bytes(sizes.experts)), pieces};
 }
 
@@ -68,12 +69,14 @@ std::uint64_t home_bytes(const Sizes& sizes, std::uint64_t row_bytes, bool by_ra
 }
 
 FarSlots far_weights(const Sizes& sizes) {
-    return {0, places(sizes) / sizes.world * sizeof(float), 0};
+    const std::uint64_t nbytes = places(sizes) / sizes.world * sizeof(float);
+    return {0, nbytes, 0, nbytes};
 }
 
-FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes) {
-    const auto world = static_cast<std::uint32_t>(sizes.world);
-    return {rows_offset(sizes, true), sizes.tokens * row_bytes, world};
+FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes, std::int32_t pieces) {
+    const CrossingLists lists{nullptr, sizes.world, sizes.tokens, pieces};
+    return {rows_offset(sizes, true), sizes.tokens * row_bytes, lists.flag(0, 0),
+            lists.piece_rows() * row_bytes};
 }
 
 std::uint64_t outbox_offset(const Sizes& sizes, std::uint64_t row_bytes) {
@@ -232,6 +235,9 @@ void bring_home(const DeviceWorld& world, const Home& home, Step step, std::uint
         .outbox_offset =
             outbox_offset(home.sizes, std::uint64_t{1} * home.width * (home.wide ? 4 : 2)),
         .width = home.width,
+        .first = home.first,
+        .end = home.end,
+        .pieces = home.pieces,
         .half = home.half,
         .wide = home.wide,
         .waits = home.waits,

@@ -6,7 +6,7 @@
 // outbox behind them. Flag s: tokens of rank s of this node are there; flag W + s: its ids are. The data
 // area for results that come home: weights of all ranks [W, tokens, top_k] float32 where sums come by rank,
 // then the results [tokens, top_k, width], or [W, tokens, width] by rank. Flag s: weights of rank s are
-// there; flag W + s: its results are.
+// there; flag W + s: its results are, of other nodes those of far_sums.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ std::uint64_t home_bytes(const Sizes& sizes, std::uint64_t row_bytes, bool by_ra
 // The slots between nodes, which NICs write into, or staging memory of the same layout. After them, where
 // sums come by rank, is the outbox: those for each rank, [W, tokens, width].
 FarSlots far_weights(const Sizes& sizes);
-FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes);
+FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes, std::int32_t pieces);
 std::uint64_t outbox_offset(const Sizes& sizes, std::uint64_t row_bytes);
 
 // Loads the kernels that calls between nodes start to the current device, before the first of those calls. A
@@ -134,7 +134,7 @@ void quantise_rows(const QuantisedRows& rows, std::uint64_t stream);
 struct Home {
     Sizes sizes;
     std::uint64_t routing, y, weights, out;
-    std::int32_t width;
+    std::int32_t width, first, end, pieces;
     bool half, wide, by_rank, waits;
     std::int32_t blocks;
 };
