@@ -52,7 +52,8 @@ class Schedule(Model):
 
     @property
     def whole_tokens(self) -> bool:
-        """Return whether all tokens of a dispatch go to every rank, not only those wanted there."""
+        """Return whether all tokens of a dispatch go to every rank, or sums of all tokens come from
+        every rank of another node, not only those wanted there."""
         return False
 
     @property

@@ -217,7 +217,8 @@ class Way:
     Attributes:
         exchange: the exchange between nodes.
         returns: the way home of results of GEMM+combine.
-        whole_tokens: all tokens of a dispatch go to every rank.
+        whole_tokens: all tokens of a dispatch go to every rank; sums of all tokens, and weights for
+            them, to and from every rank of other nodes.
         one_exchange: partial results of an all-reduce go whole to every rank.
         partials, results: dtypes in which partial results and their sums travel. None: the same as the
             operands'.
@@ -316,7 +317,7 @@ def flows(
     if isinstance(shape, AttentionShape):
         return (_of_keys(op, shape, dtype, world, way.keys, DTYPE_BYTES[sums]),)
     tokens = routed or ExpectedTokens(shape, world, nodes, way.routing)
-    return _of_tokens(op, shape, dtype, way, tokens, sums)
+    return _of_tokens(op, shape, dtype, way, tokens, sums, world // nodes)
 
 
 def _everyone(items: float) -> Count:
@@ -382,6 +383,7 @@ def _of_tokens(
     way: Way,
     tokens: TokenCounts,
     sums: DtypeName,
+    ranks_per_node: int,
 ) -> tuple[Flow, ...]:
     size: float = DTYPE_BYTES[dtype]
     top_k, of_sums = shape.top_k, DTYPE_BYTES[sums]
@@ -411,6 +413,15 @@ def _of_tokens(
     row, across = (width * DTYPE_BYTES[one] for one in (travels, way.node_sums or travels))
     by_rank = way.returns == "ranks"
     home = Flow(False, tokens.to_rank if by_rank else tokens.slots, tokens.to_node, row, across)
+    if way.whole_tokens:  # by rank, those of a combine alone in float32
+
+        def far(owner: int, other: int) -> float:
+            whole = owner // ranks_per_node != other // ranks_per_node
+            return shape.tokens if whole else tokens.to_rank(owner, other)
+
+        if isinstance(shape, CombineShape):
+            row = width * of_sums
+        home, weights = Flow(False, far, far, row), weights._replace(pair=far, node=far)
     if by_rank:
         return home, weights
     if way.exchange == "hierarchical":  # the rank that adds up a node's results weights them

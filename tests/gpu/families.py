@@ -18,7 +18,7 @@ from attention_ranks import Attention, Trained
 from calls import Decisions
 from hopper_ranks import OPS, Shape, normed, rows
 from in_world import TOLD_S
-from moe_ranks import GATHERED, IN_ORDER, PERMUTED, WANTED, Moe
+from moe_ranks import GATHERED, IN_ORDER, IN_PIECES, PERMUTED, WANTED, Moe
 from test_fp8_on_gpus import FUSED, PROMOTED, drawn_scaled
 from test_fp8_on_gpus import MIXED as SCALED_BY_LIBRARY
 from test_hopper_nodes import ATTENTION as ATTENTION_OF_NODES
@@ -381,6 +381,17 @@ def between_nodes(nic: str) -> dict[str, Family]:
         bounded, 0, 16, 12, **far, in_graphs=bounded[:2], judged=EXPERTS_OF_NODES,
     )  # fmt: skip
     permuted = replace(experts, queued=0, replays=0, decisions=PERMUTED)
+    pieces = replace(experts, decisions=IN_PIECES)
+    early = replace(permuted, decisions=moe_ranks.all_of(IN_PIECES, moe_ranks.early(128)))
+    several = ((2, 2), (3, 2), (2, 3))
+    plain = [replace(one, activation=None) for one in bounded]
+    by_torch: dict[str, Any] = {
+        "accelerator": "cuda",
+        "shapes": plain,
+        "judged": plain,
+        "in_graphs": (),
+    }
+    relayed = replace(pieces, around=moe_ranks.relaying, worlds=several)
     hierarchical = Family(
         SHARED, 30, 30, 30, drawn=drawn_levels,
         draws=24, judged=(), nic=nic, worlds=((2, 2), (3, 2), (2, 3)), times=10,
@@ -390,7 +401,14 @@ def between_nodes(nic: str) -> dict[str, Family]:
     drawn_alone: dict[str, Any] = {"rounds": 0, "queued": 0, "replays": 0, "times": 0}
     found = {
         "products": products, "attention": attention, "experts": experts,
-        "experts-permuted": permuted, "hierarchical": hierarchical,
+        "experts-permuted": permuted, "experts-pieces": pieces, "experts-early": early,
+        "experts-relayed": relayed,
+        "experts-relayed-permuted": replace(
+            relayed, decisions=moe_ranks.all_of(IN_PIECES, PERMUTED), queued=0, replays=0
+        ),
+        "experts-cuda": replace(pieces, **by_torch),
+        "experts-relayed-cuda": replace(relayed, **by_torch),
+        "hierarchical": hierarchical,
         "documents": replace(
             attention, shapes=[documents], **drawn_alone, drawn=None, worlds=((2, 1),)
         ),
@@ -398,7 +416,8 @@ def between_nodes(nic: str) -> dict[str, Family]:
     into_device = {
         "products": replace(products, **{**drawn_alone, "times": 10}, draws=0),
         "attention": replace(attention, **drawn_alone, drawn=None),
-        "experts": experts, "experts-permuted": permuted,
+        "experts": experts, "experts-permuted": permuted, "experts-pieces": pieces,
+        "experts-relayed": relayed,
         "hierarchical": replace(hierarchical, **drawn_alone),
     }  # fmt: skip
     found |= {

@@ -17,6 +17,7 @@ from calls import LATE_S, Decisions, Tensors, spin
 from few_elements import EPS_OF_SUMS, experts_right, rounded_once
 
 import mkernel
+from mkernel.backends.accelerators.cuda.capabilities import DISPATCHES
 from mkernel.backends.accelerators.cuda.moe import executors as backend
 from mkernel.backends.accelerators.hopper.moe import executors as products
 from mkernel.backends.contracts.scaled import dequantised, quantised_blocks, spread
@@ -24,6 +25,7 @@ from mkernel.cases import case_of, poison
 from mkernel.cases.comparison import FEW, compare
 from mkernel.cases.moe import E4M3_SUMS, ROUTINGS, MoeDispatchCase, wide
 from mkernel.errors import CapacityExceeded
+from mkernel.plan import planner
 from mkernel.plan.model import BLOCK, E4M3, Activation
 from mkernel.plan.pipeline import Returns
 
@@ -38,6 +40,22 @@ OF_LAYERS = ("home", "values", "scales", "slots", "slots of values")
 QUANTISED = 2**-5
 WANTED: Decisions = {"moe.tuning": {"push_blocks": (8, ())}}
 """Each token goes once to each rank that has an expert of it."""
+
+
+IN_PIECES: Decisions = {"moe.tuning": {"piece_rows": 70}}
+"""Tokens cross between nodes in pieces of so many, of up to 1120 in 16."""
+
+
+def relaying(shapes: Any, fn: Any, *arguments: Any) -> Any:
+    """Call ``fn`` where tokens of dispatches, and of no other op, cross by relays."""
+    choices = planner.arguments.exchanges
+
+    def exchanges(wanted: str, op: Any, *world: int) -> Any:
+        return choices("hierarchical" if op in DISPATCHES else wanted, op, *world)
+
+    with mock.patch.object(planner.arguments, "exchanges", exchanges):
+        planner._planned.cache_clear()
+        return fn(shapes, *arguments)
 
 
 def early(rows: int) -> Decisions:
@@ -420,6 +438,8 @@ AGAIN_FAULTS = ("expert", "tail", "stale", "tables")
 ``uncounted``, where a dispatch permutes, takes its rows for permuted from the start."""
 WANTED_FAULTS = ("stale", "unsent")
 """Of tokens that go where they are wanted."""
+CROSSING_FAULTS = ("stale", "unsent")
+"""Of tokens that cross between nodes."""
 
 
 def _spoil(fault: str, words: torch.Tensor, work: Any) -> None:
@@ -468,6 +488,13 @@ def planted(fault: str, work: Any) -> AbstractContextManager[object]:
             given["ids"] = nobody.data_ptr()
         return native.WantedTokens(**given)
 
+    def crossing_tokens(**given: Any) -> Any:
+        if fault == "stale":
+            given["x"] = old.data_ptr()
+        if fault == "unsent":
+            given["ids"] = nobody.data_ptr()
+        return native.CrossingTokens(**given)
+
     def moe_home(device: int, world: Any, home: Any, *rest: Any) -> None:
         if fault == "weights":  # of the token before
             work.given["topk_weights"].copy_(work.given["topk_weights"].roll(1, 0))
@@ -495,6 +522,7 @@ def planted(fault: str, work: Any) -> AbstractContextManager[object]:
     stack.enter_context(
         calls.native_with(
             backend, products, moe_route=moe_route, push_whole=push_whole, WantedTokens=wanted_tokens,
+            CrossingTokens=crossing_tokens,
             moe_home=moe_home, DispatchedRows=dispatched_rows, GroupedProduct=grouped_product,
         )
     )  # fmt: skip
@@ -524,6 +552,7 @@ def late_tokens(shape: Moe) -> list[str]:
         products,
         push_whole=partial(late, native.push_whole),
         push_wanted=partial(late, native.push_wanted),
+        put_tokens=partial(late, native.put_tokens),
     ):
         refused.dispatched()
         sent = work.dispatched()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from typing import Any, get_args
 
 import torch
@@ -14,11 +15,12 @@ from in_world import TOLD_S, arrivals, stores
 from moe_ranks import Moe
 
 import mkernel
-from mkernel.backends.accelerators.cuda.schedule import PartsSchedule
+from mkernel.backends.accelerators.cuda.schedule import PartsSchedule, TokenSchedule
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule
 from mkernel.errors import WorldError
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.pipeline import Exchange
+from mkernel.plan.traffic import RoutedTokens, traffic_of
 
 MASK = 0x5A
 FAULTS = "MKERNEL_SOFTVERBS_FAULTS"
@@ -92,14 +94,47 @@ def crossed(shape: Attention | Moe) -> tuple[list[str], int, int, int]:
 
 
 def _leaving(shape: Attention | Moe, work: Any) -> int:
-    """Bytes of the own keys and values of ring attention; of the own tokens and ids, and for a combine
-    and a GEMM+combine of the own weights and of sums for the other rank's tokens (those of a combine
-    alone in float32)."""
+    """Bytes of the own keys and values of ring attention; of the own tokens that the other rank wants
+    and all ids, and for a combine and a GEMM+combine of the own weights and of sums for the other
+    rank's tokens (those of a combine alone in float32)."""
     if isinstance(shape, Attention):
         return 2 * 2 * shape.batch * shape.kv_heads * shape.rows * shape.width
     places, row = 4 * shape.tokens * work.top_k, 2 * shape.tokens * shape.hidden
     alone, sums = 4 * shape.tokens * shape.features, row if shape.narrow else 2 * row
-    return row + alone + sums + 3 * places
+    owners = work.moe._ids(work.rank, 0) // shape.experts
+    wanted = int((owners == 1 - work.rank).any(1).sum())
+    return 2 * wanted * shape.hidden + alone + sums + 3 * places
+
+
+def dispatched(shapes: list[Moe]) -> list[tuple[dict[int, float], dict[int, float], Exchange]]:
+    """Bytes that the NIC put to each rank for each dispatch, those that its plan says, and its
+    exchange."""
+    world, found = mkernel.world(), []
+    nic, each, plans = world.nic, world.identity.ranks_per_node, list[LaunchPlan]()
+    launch = world.accelerator.launch
+
+    def launched(call: Any) -> Any:
+        plans.append(call.plan)
+        return launch(call)
+
+    def carried() -> Counter[int]:
+        assert nic is not None
+        assert nic.flush(5)
+        return sum((Counter({one.peer: one.nbytes}) for one in nic.statistics().lanes), Counter())
+
+    world.accelerator.launch = launched  # type: ignore[method-assign]
+    for shape in shapes:
+        work = shape.work(3)
+        work.fill(0)
+        before = carried()
+        work.dispatched()
+        mkernel.synchronize()
+        ids = [work.moe._ids(rank, 0).tolist() for rank in range(world.size)]
+        routed = RoutedTokens(ids, shape.experts * world.size, plans[-1].nodes)
+        planned = traffic_of(plans[-1], routed).from_rank(world.rank)
+        far = {peer: n for peer, n in planned.items() if peer // each != world.rank // each}
+        found.append((dict(carried() - before), far, plans[-1].part(TokenSchedule).exchange))
+    return found
 
 
 def _put(work: Any) -> tuple[list[str], int]:

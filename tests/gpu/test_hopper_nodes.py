@@ -3,9 +3,11 @@ arrivals are republished on the device. Each rank may be a node of its own; rank
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import calls
+import moe_ranks
 import nodes_ranks
 import pytest
 from attention_ranks import Attention
@@ -13,7 +15,7 @@ from device_buffers import takes_ranks
 from hopper_ranks import OPS, Shape
 from in_world import TOLD_S
 from kept_ranks import none_failed
-from moe_ranks import Moe
+from moe_ranks import IN_PIECES, Moe
 
 import mkernel
 from mkernel.backends import registry
@@ -129,6 +131,66 @@ EXPERTS = [
     Moe(65, 128, 64, 2, 2, routing="empty_ranks", dtype="float16"),
     Moe(1100, 256, 256, 2, 2, activation="silu_and_mul", layout="column"),
 ]
+several = pytest.mark.parametrize(
+    ("nodes", "ranks"), [(2, 1), pytest.param(2, 2, marks=takes_ranks(4))]
+)
+"""With one rank a node there is nobody to relay for."""
+
+
+@nics
+@several
+@both
+@pytest.mark.parametrize("accelerator", ["hopper", "cuda"])
+@pytest.mark.parametrize("exchange", ["direct", "hierarchical"])
+def test_the_bytes_of_dispatches_are_the_planned_ones(
+    exchange: str, accelerator: str, nodes: int, ranks: int, route: str, nic: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """They are so to every rank, whatever the routing: each token crosses once to each rank that wants
+    it, or once to each node."""
+    take(route, monkeypatch)
+    monkeypatch.setenv("MKERNEL_EXCHANGE", exchange)
+    gated = [replace(each, activation=None, layout="row") for each in EXPERTS]
+    found = launched(
+        calls.decided, IN_PIECES, nodes_ranks.dispatched, gated, nic=nic, nodes=nodes, ranks=ranks,
+        accelerator=accelerator,
+    )  # fmt: skip
+    for rank, of_rank in enumerate(found):
+        for carried, planned, taken in of_rank:
+            assert carried == planned
+            assert taken == (exchange if ranks > 1 else "direct")
+            if exchange == "hierarchical":
+                assert {peer % ranks for peer in carried} == {rank % ranks}
+
+
+@nics
+@several
+@both
+def test_faults_of_tokens_that_cross_are_seen(
+    nodes: int, ranks: int, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(route, monkeypatch)
+    faults = moe_ranks.CROSSING_FAULTS
+    found = launched(
+        calls.decided, IN_PIECES, moe_ranks.relaying, EXPERTS[1:2], calls.faulty, faults,
+        moe_ranks.planted, nic=nic, nodes=nodes, ranks=ranks,
+    )  # fmt: skip
+    assert [set(each) for each in found] == [set(faults)] * len(found)
+
+
+@nics
+@several
+@both
+def test_no_token_lands_in_a_later_call(
+    nodes: int, ranks: int, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(route, monkeypatch)
+    none_failed(
+        launched(
+            calls.decided, IN_PIECES, moe_ranks.relaying, EXPERTS[1], moe_ranks.late_tokens,
+            nic=nic, nodes=nodes, ranks=ranks,
+        )
+    )  # fmt: skip
 
 
 @nics

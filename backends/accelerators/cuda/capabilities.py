@@ -14,7 +14,8 @@ OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 SUMS = ("all_reduce",)
 PREFETCHES = ("gemm_all_reduce", "all_reduce")
 ATTENTION = ("ring_attention", "ring_attention_backward")
-MOE = ("moe_dispatch", "moe_dispatch_gemm", "moe_combine", "moe_gemm_combine")
+DISPATCHES = ("moe_dispatch", "moe_dispatch_gemm")
+MOE = (*DISPATCHES, "moe_combine", "moe_gemm_combine")
 MOST_RANKS = 16
 """The most ranks of a world; as in device/network.cuh."""
 _TORCH = (2, 8)

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from mkernel.plan.model import DtypeName, Schedule
-from mkernel.plan.pipeline import Returns
+from mkernel.plan.pipeline import Exchange, Returns
 
 Way = Literal["one_shot", "two_shot"]
 SumWay = Literal["mail", "mail_twice", "two_shot"]
@@ -22,6 +22,8 @@ AttentionCore = Literal["mkernel"]
 
 FLAGS = 114_688
 """Flags of a workspace, one for each chunk of each rank; as in device/workspace.cuh."""
+MOST_PIECES = 16
+"""The most pieces of a rank's tokens for another node; as in kernels/moe/crossing_lists.hpp."""
 MOST_NORMED_COLUMNS = 48 << 10
 """The most columns of rows that are normalised by the kernel which sums them; as in
 kernels/collectives/sum_rows.hpp."""
@@ -160,19 +162,29 @@ class ReducePartsSchedule(PartsSchedule):
 class TokenSchedule(Schedule):
     """The schedule of a MoE dispatch. While the device sorts their ids, tokens travel: all of them to
     every rank, by copy engines; or, by a kernel of ``push_blocks`` blocks if that is not 0, each once
-    to each rank that has an expert for it."""
+    to each rank that has an expert for it.
+
+    Between nodes each token crosses once to each rank that wants it, or, hierarchically, to each node
+    (``exchange``), in ``pieces``; a kernel of ``land_blocks`` blocks brings them to where they are
+    read.
+    ``relay_bytes``: rows that a rank keeps for the relays of other nodes, at most; 0 in a direct
+    exchange. In one node there are no pieces."""
 
     push_blocks: int = Field(0, ge=0, multiple_of=2)
+    exchange: Exchange = "direct"
+    pieces: int = Field(0, ge=0, le=MOST_PIECES)
+    land_blocks: int = Field(0, ge=0, multiple_of=2)
+    relay_bytes: int = Field(0, ge=0)
 
     @property
     def copy_engines(self) -> bool:
-        """True if copy engines carry the tokens, which they do if no blocks push."""
-        return self.push_blocks == 0
+        """True if copy engines carry the tokens of a node, which they do if no blocks push."""
+        return self.push_blocks == 0 and self.pieces == 0
 
     @property
     def whole_tokens(self) -> bool:
-        """True if all tokens travel to every rank, which they do if no blocks push."""
-        return self.push_blocks == 0
+        """True if all tokens travel to every rank, which they do in one node if no blocks push."""
+        return self.push_blocks == 0 and self.pieces == 0
 
 
 class RowsSchedule(TokenSchedule):
@@ -183,15 +195,33 @@ class RowsSchedule(TokenSchedule):
     blocks: int = Field(ge=1)
 
 
-class CombineSchedule(Schedule):
+class ReturnSchedule(Schedule):
+    """The schedule of results that come home. Between nodes they do so as sums by rank, of all tokens
+    of each rank of another node, in ``pieces``, each of which leaves as soon as it is summed; in one
+    node there are none."""
+
+    pieces: int = Field(0, ge=0, le=MOST_PIECES)
+
+    @property
+    def whole_tokens(self) -> bool:
+        """True between nodes, where sums of all tokens travel."""
+        return self.pieces > 0
+
+
+class CombineSchedule(ReturnSchedule):
     """The schedule of the MoE combine. Rows go to their places on the token's rank, where they are
-    added; a kernel of ``sum_blocks`` blocks does each of the two."""
+    added; a kernel of ``sum_blocks`` blocks does each of the two. Between nodes sums are float32."""
 
     kind: Literal["hopper.moe_combine"] = "hopper.moe_combine"
     sum_blocks: int = Field(ge=1)
 
+    @property
+    def returns(self) -> Returns:
+        """Return how results come home."""
+        return "ranks" if self.pieces else "slots"
 
-class LibraryCombineSchedule(Schedule):
+
+class LibraryCombineSchedule(ReturnSchedule):
     """The schedule of MoE GEMM+combine whose product is a library's. ``returns``: each result travels
     to its place on the token's rank (``slots``); or a token's results on one rank are added there, and
     their sum is returned (``ranks``). Kernels of ``sum_blocks`` blocks do either."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mkernel.backends.accelerators.cuda.schedule import TilingName, TokenSchedule
+from mkernel.backends.accelerators.cuda.schedule import ReturnSchedule, TilingName, TokenSchedule
 from mkernel.plan.model import DtypeName, Schedule
 from mkernel.plan.pipeline import Exchange, Returns
 
@@ -135,7 +135,7 @@ class DispatchSchedule(TokenSchedule):
     tiling: ExpertTiling
 
 
-class GemmCombineSchedule(Schedule):
+class GemmCombineSchedule(ReturnSchedule):
     """The schedule of MoE GEMM+combine. A kernel of ``blocks`` blocks multiplies, in tiles of
     ``tiling``. ``returns``: it writes each result to its place on the token's rank (``slots``); or
     a token's results on one rank are added there, and their sum is returned (``ranks``). Kernels of

@@ -97,7 +97,7 @@ class Native:
         return False
 
     def MoeSizes(self, **given: int) -> Any:
-        return SimpleNamespace(dispatch_bytes=lambda row_bytes: 100, home_bytes=lambda *given: 200)
+        return SimpleNamespace(dispatch_bytes=lambda *given: 100, home_bytes=lambda *given: 200)
 
     def copy_rows(self, device: int, world: Any, copies: Any, stream: int) -> None:
         self.started.append("copy_rows")

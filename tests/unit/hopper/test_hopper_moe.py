@@ -40,6 +40,7 @@ SIZES = {"tokens": 12, "hidden": 64, "features": 128, "experts": 8, "top_k": 3}
 STARTED = (
     "push_whole", "push_wanted", "moe_route", "quantise_rows", "copy_rows", "moe_grouped", "moe_home",
 )  # fmt: skip
+LEAST_ADDRESS = 1 << 20
 FRESH = ("a", "out", "out_scales", "scales", "counts", "ids", "y", "permuted")
 """Addresses of memory that a call allocates, or zero."""
 BUILT = (
@@ -82,8 +83,10 @@ class Started:
             self.told.append((name, str(given), str(steady)))
             return found(*given, **named)
 
-        def start(*given: Any) -> None:
-            self.told.append((name, given[-1], *(str(one) for one in given if type(one) is step)))
+        def start(*given: Any, **named: int) -> None:
+            sizes = [one for one in given if isinstance(one, int) and one < LEAST_ADDRESS]
+            steps = [str(one) for one in given if type(one) is step]
+            self.told.append((name, given[-1], *steps, *sizes, *named.values()))
 
         step = self._made.HomeStep
         return build if name in BUILT else start if name in STARTED else found

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import devices
@@ -12,7 +16,8 @@ from plan_walk import WalkedWorld, decorations
 from test_hopper_moe import BESIDE, MAIN, SIZES, Started, called, run
 
 from mkernel.backends.accelerators.cuda import native_kernels as native
-from mkernel.backends.accelerators.cuda.capabilities import MOE
+from mkernel.backends.accelerators.cuda.backend import CudaAccelerator
+from mkernel.backends.accelerators.cuda.capabilities import DISPATCHES, MOE
 from mkernel.backends.accelerators.cuda.device_world import DispatchContext
 from mkernel.backends.accelerators.cuda.machine import machine
 from mkernel.backends.accelerators.cuda.moe import executors as moe
@@ -21,11 +26,14 @@ from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.moe import executors as moe_upon
 from mkernel.backends.accelerators.hopper.moe import tuning as moe_tuning
 from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, GemmCombineSchedule
+from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import Unsupported
 from mkernel.plan.missing import of_op
 from mkernel.plan.model import GemmCombineShape, LaunchPlan
+from mkernel.plan.traffic import RoutedTokens, relay_bytes, traffic_of
 
-FAR = ("send_far", "send_outbox", "land_far")
+FAR = ("put_tokens", "land_tokens", "send_far", "send_outbox", "land_far")
 MODEL = {"hidden": 7168, "features": 2048, "experts": 256, "top_k": 8}
 
 
@@ -33,6 +41,7 @@ MODEL = {"hidden": 7168, "features": 2048, "experts": 256, "top_k": 8}
 def started(made: Any, monkeypatch: pytest.MonkeyPatch) -> Started:
     module = Started(made)
     monkeypatch.setattr(one_node, "STARTED", (*one_node.STARTED, *FAR))
+    monkeypatch.setattr(one_node, "BUILT", (*one_node.BUILT, "CrossingTokens"))
     for each in (moe, moe_nodes, moe_upon):
         monkeypatch.setattr(each, "native", lambda: module)
     monkeypatch.setattr(DispatchContext, "network_of", lambda self, call: None)
@@ -40,16 +49,20 @@ def started(made: Any, monkeypatch: pytest.MonkeyPatch) -> Started:
     return module
 
 
-def two_nodes(direct: bool = True) -> WalkedWorld:
-    gpus = (devices.gpu(0, name="NVIDIA H200"),)
-    nics = (devices.nic(0, gpudirect=direct),)
+def two_nodes(direct: bool = True, each: int = 1, backend: Any = HopperAccelerator) -> WalkedWorld:
+    gpus = tuple(devices.gpu(i, name="NVIDIA H200") for i in range(each))
+    nics = tuple(devices.nic(i, gpudirect=direct) for i in range(each))
     nodes = [devices.node(gpus, nics) for _ in range(2)]
-    return WalkedWorld(HopperAccelerator(), devices.world(*nodes), 1)
+    return WalkedWorld(backend(), devices.world(*nodes), each)
 
 
-def planned(op: str, direct: bool = True, **options: Any) -> LaunchPlan:
+def planned(
+    op: str, direct: bool = True, each: int = 1, exchange: Any = "auto", chunk: int | None = None,
+    **options: Any,
+) -> LaunchPlan:  # fmt: skip
     sizes = one_node.sizes_of(op, options)
-    return two_nodes(direct).plan(op, sizes, dtype="bfloat16")
+    world = two_nodes(direct, each)
+    return world.plan(op, sizes, dtype="bfloat16", exchange=exchange, chunk=chunk)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
@@ -59,22 +72,26 @@ def test_no_field_is_decoration(started: Started, op: str) -> None:
     assert decorations(usual, one_node.launches(started, two_nodes(), usual)) == []
 
 
-def test_tokens_leave_with_their_ids_and_the_product_waits_for_neither(started: Started) -> None:
-    plan = planned("moe_dispatch_gemm")
+def test_tokens_leave_first_and_the_product_waits_for_pieces_alone(started: Started) -> None:
+    plan = planned("moe_dispatch_gemm", chunk=5)
     run(called(plan))
-    travels = [(each, BESIDE) for each in ("push_whole", "send_far", "send_far", "land_far")]
+    travels = [("put_tokens", BESIDE), ("land_tokens", BESIDE)]
+    given = [started.given[name] for name in ("CrossingTokens", "Routing", "GroupedProduct")]
+    assert [each["pieces"] for each in given] == [3] * 3  # 12 tokens, 5 a piece
     assert started.names == [*travels, ("moe_route", MAIN), ("moe_grouped", MAIN)]
     started.told.clear()
     run(called(plan, "compute_only"))
     assert started.names == [("moe_route", MAIN), ("moe_grouped", MAIN)]
+    assert [started.given[name]["pieces"] for name in ("Routing", "GroupedProduct")] == [0, 0]
 
 
 def test_rows_travel_so_too_and_a_routing_is_used_again_inside_a_node_alone(
     started: Started,
 ) -> None:
     run(called(planned("moe_dispatch")))
-    travels = [(each, BESIDE) for each in ("push_whole", "send_far", "send_far", "land_far")]
+    travels = [("put_tokens", BESIDE), ("land_tokens", BESIDE)]
     assert started.names == [*travels, ("moe_route", MAIN), ("copy_rows", MAIN)]
+    assert started.given["DispatchedRows"]["pieces"] == 1
     for op in ("moe_dispatch", "moe_dispatch_gemm"):
         with pytest.raises(Unsupported, match="in worlds of one node; this one has 2"):
             planned(op, routed=True)
@@ -90,11 +107,13 @@ def test_kernels_are_loaded_before_one_waits_for_a_nic(started: Started, op: str
 
 
 @pytest.mark.usefixtures("started")  # the plan asks what the build has
-def test_tokens_travel_whole_whatever_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts of a NIC send a rank's tokens as they lie."""
-    monkeypatch.setenv("MKERNEL_HOPPER_TOKENS", "wanted")
-    assert planned("moe_dispatch_gemm").part(DispatchSchedule).push_blocks == 0
-    assert one_node.planned("moe_dispatch_gemm").part(DispatchSchedule).push_blocks == 8
+def test_only_wanted_tokens_travel_whatever_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_HOPPER_TOKENS", "whole")
+    several = planned("moe_dispatch_gemm", each=2).part(DispatchSchedule)
+    assert (several.push_blocks, several.whole_tokens, several.copy_engines) == (8, False, False)
+    alone = planned("moe_dispatch_gemm").part(DispatchSchedule)
+    assert (alone.push_blocks, alone.whole_tokens, alone.copy_engines) == (0, False, False)
+    assert one_node.planned("moe_dispatch_gemm").part(DispatchSchedule).whole_tokens
 
 
 def test_sums_leave_behind_the_product(started: Started) -> None:
@@ -108,6 +127,17 @@ def test_sums_leave_behind_the_product(started: Started) -> None:
     started.told.clear()
     run(called(plan, "compute_only"))
     assert not {name for name, _ in started.names} & set(FAR)
+
+
+@pytest.mark.parametrize("op", ["moe_combine", "moe_gemm_combine"])
+def test_sums_leave_piece_by_piece(started: Started, op: str) -> None:
+    run(called(planned(op, chunk=5)))  # of 12 tokens
+    pieces = [("moe_home", MAIN), ("send_outbox", MAIN)] * 3
+    assert started.names[-8:] == [*pieces, ("land_far", MAIN), ("moe_home", MAIN)]
+    home = started.given["Home"]
+    assert (home["first"], home["end"], home["pieces"]) == (8, 12, 3)
+    sent = [each[-1] for each in started.told if each[0] == "send_outbox"]
+    assert sent == [0, 1, 2]
 
 
 def test_a_combine_alone_adds_by_rank_in_float32(started: Started) -> None:
@@ -142,30 +172,34 @@ def test_areas(started: Started, op: str) -> None:
     sizes = moe.sizes_of(2, SIZES["tokens"], SIZES["top_k"], SIZES["experts"])
     row_bytes = 2 * SIZES["hidden"]
     if op in ("moe_dispatch", "moe_dispatch_gemm"):
-        whole, outbox = sizes.dispatch_bytes(row_bytes), 0
-        slots = [sizes.far_tokens(row_bytes), sizes.far_ids(row_bytes)]
+        whole, outbox = sizes.dispatch_bytes(row_bytes, 1), SIZES["tokens"] * row_bytes
+        slots = []
+        assert whole > sizes.dispatch_bytes(row_bytes, 0)  # lists
     else:
         if isinstance(direct.shape, GemmCombineShape):
             row_bytes *= 2 if direct.shape.partial_dtype == "float32" else 1
         else:
             row_bytes = 4 * SIZES["features"]
         whole, outbox = sizes.home_bytes(row_bytes, True), 2 * SIZES["tokens"] * row_bytes
-        slots = [sizes.far_weights(), sizes.far_sums(row_bytes)]
+        slots = [sizes.far_weights(), sizes.far_sums(row_bytes, 1)]
         assert offset + sizes.outbox_offset(row_bytes) == whole
     found = HopperAccelerator().workspace(direct)
     assert (found.areas, found.staging) == ((whole + outbox,), 0)
     found = HopperAccelerator().workspace(staged)
     assert (found.areas, found.staging) == ((whole,), whole - offset + outbox)
-    assert [slot.flag for slot in slots] == [0, 2]
+    assert [slot.flag for slot in slots] in ([], [0, 4])
     ends = [slot.offset + 2 * slot.bytes for slot in slots]
-    assert ends[0] <= slots[1].offset
-    assert ends[1] <= whole - offset
+    assert ends == sorted(ends)
+    assert all(end <= whole - offset for end in ends)
+    assert not slots or ends[0] <= slots[1].offset
 
 
 def test_a_place_is_left_for_what_lands_and_own_tokens_come_first(started: Started) -> None:
     near = one_node.planned("moe_dispatch_gemm", **MODEL, tokens=32768).part(DispatchSchedule)
     far = planned("moe_dispatch_gemm", **MODEL, tokens=32768).part(DispatchSchedule)
-    assert far.blocks == near.blocks - 2
+    assert far.blocks == near.blocks - far.land_blocks == near.blocks - 2
+    staged = planned("moe_dispatch_gemm", False, **MODEL, tokens=32768).part(DispatchSchedule)
+    assert staged.blocks == near.blocks - staged.land_blocks == near.blocks - 8
     assert far.early_tiles > 4 * near.early_tiles
     assert far.early_rows == near.early_rows == moe_tuning.TILE_ROWS
 
@@ -186,10 +220,176 @@ def test_own_tiles_that_come_first_may_be_of_fewer_rows(monkeypatch: pytest.Monk
     near = one_node.planned("moe_dispatch_gemm", **sizes).part(DispatchSchedule)
     assert (near.early_rows, near.early_tiles) == (256, 0)
     several = planned("moe_gemm_combine", **MODEL, tokens=4096).part(GemmCombineSchedule)
-    assert several.blocks == far.blocks
+    assert several.blocks == far.blocks  # 2 less than there are, either
 
 
 def test_what_is_copied_first_where_ranks_share_a_device(started: Started) -> None:
     started.shared = True
     run(called(planned("moe_dispatch_gemm")))
     assert {stream for _, stream in started.names} == {MAIN}
+
+
+# ---- several ranks a node: relays ----------------------------------------------------------------
+
+RANKS, EACH = 4, 2
+
+
+class Puts:
+    """Stands for the native module; counts what is put to each rank: of tokens as
+    kernels/moe/crossing.hpp says, its ids, and a row for each token in the rank's, or node's, list;
+    else slots (kernels/moe/far_slots.hpp)."""
+
+    def __init__(self, made: Any, rank: int) -> None:
+        self._made, self._rank = made, rank
+        self.sent, self.started = Counter[int](), list[str]()
+
+    def CrossingTokens(self, **given: Any) -> Any:
+        return SimpleNamespace(**given)
+
+    def put_tokens(self, device: int, world: Any, tokens: Any, stream: int) -> None:
+        self.started.append("put_tokens")
+        count, top_k = SIZES["tokens"], SIZES["top_k"]
+        own, span = SIZES["experts"] // RANKS, EACH if tokens.hierarchical else 1
+        at = (ctypes.c_int32 * (count * top_k)).from_address(tokens.ids)
+        ids = torch.tensor(list(at)).view(count, top_k)
+        for peer in range(RANKS):
+            if peer // EACH == self._rank // EACH:
+                continue
+            if tokens.hierarchical and peer % EACH != self._rank % EACH:
+                continue
+            first = peer // span * span * own
+            wanted = ((ids >= first) & (ids < first + span * own)).any(1)
+            self.sent[peer] += 4 * count * top_k + int(wanted.sum()) * tokens.row_bytes
+
+    def send_far(self, device: int, world: Any, rows: int, slots: Any, stream: int) -> None:
+        self._to_all(slots.bytes)
+
+    def send_outbox(
+        self, device: int, world: Any, outbox: int, slots: Any, stream: int, piece: int
+    ) -> None:
+        self._to_all(slots.bytes_of(piece))
+
+    def _to_all(self, nbytes: int) -> None:
+        for peer in range(RANKS):
+            if peer // EACH != self._rank // EACH:
+                self.sent[peer] += nbytes
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "shares_device":
+            return lambda *given: False
+        if name[0].isupper():
+            return getattr(self._made, name)
+        return lambda *given: self.started.append(name)
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize(
+    ("op", "exchange"),
+    [*((op, "direct") for op in MOE), *((op, "hierarchical") for op in DISPATCHES)],
+)
+def test_planned_bytes_are_those_that_calls_put(
+    op: str, exchange: str, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are so of every rank and peer, with tokens that are spread unevenly."""
+    capacity = {"capacity": 99} if op in DISPATCHES else {}
+    plan = planned(op, each=EACH, exchange=exchange, chunk=5, **capacity)
+    draw = torch.Generator().manual_seed(3)
+    size = RANKS, SIZES["tokens"], SIZES["top_k"]
+    ids = torch.randint(-1, SIZES["experts"], size, generator=draw).int()
+    ids[:, ::2] = ids[:, ::2, :1]  # of one expert
+    traffic = traffic_of(plan, RoutedTokens(ids.tolist(), SIZES["experts"], 2))
+    for rank in range(RANKS):
+        module: Any = Puts(made, rank)
+        for each in (moe, moe_nodes, moe_upon):
+            monkeypatch.setattr(each, "native", lambda module=module: module)
+        monkeypatch.setattr(moe, "device_world", lambda *given: SimpleNamespace(of_call=print))
+        call = relayed_call(plan, rank, ids[rank])
+        context: Any = DispatchContext(0, one_node.Order(), 64)  # type: ignore[arg-type]
+        context.reports = one_node.Reports()
+        HopperAccelerator.executor_of(plan)(call, context).start(call, MAIN)
+        far = {
+            peer: n for peer, n in traffic.from_rank(rank).items() if peer // EACH != rank // EACH
+        }
+        assert module.sent == far, rank
+        if op in DISPATCHES:
+            travels = [each for each in module.started if each.endswith(("tokens", "wanted"))]
+            assert travels == ["put_tokens", "push_wanted", "land_tokens"]
+
+
+def relayed_call(plan: LaunchPlan, rank: int, ids: torch.Tensor) -> Call:
+    tokens, hidden, experts = (SIZES[name] for name in ("tokens", "hidden", "experts"))
+    words = HopperAccelerator().routing_words(RANKS, tokens, SIZES["top_k"], experts) + 1
+    tensors = {
+        "routing": torch.zeros(words, dtype=torch.int32),
+        "x": torch.zeros(tokens, hidden).bfloat16(), "topk_ids": ids.contiguous(),
+        "w": torch.zeros(experts // RANKS, hidden, SIZES["features"]).bfloat16(),
+        "y": torch.zeros(one_node.ROWS, SIZES["features"]).bfloat16(),
+        "h": torch.zeros(one_node.ROWS, SIZES["features"]).bfloat16(),
+        "w2": torch.zeros(experts // RANKS, SIZES["features"], hidden).bfloat16(),
+        "topk_weights": torch.zeros(tokens, SIZES["top_k"]),
+        "out": torch.zeros(tokens, hidden if "gemm" in plan.op else SIZES["features"]).bfloat16(),
+    }  # fmt: skip
+    neighbour = rank // EACH * EACH + (rank + 1) % EACH
+    return Call(
+        plan=plan, rank=rank, tensors=tensors, epoch=1, number=1, pad=0, workspace=1 << 30,
+        areas=(0,), peers={neighbour: PeerMemory(0, 1 << 21)}, region=0, fifo=0, timeout_s=1.0,
+        view="pipelined",
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize("backend", [HopperAccelerator, CudaAccelerator])
+def test_relays_are_claimed_and_taken_where_they_are_predicted_to_be_faster(backend: Any) -> None:
+    sizes = one_node.sizes_of("moe_dispatch_gemm", {**MODEL, "tokens": 4096})
+    world = two_nodes(each=8, backend=backend)
+    found = {
+        exchange: world.plan("moe_dispatch_gemm", sizes, dtype="bfloat16", exchange=exchange)
+        for exchange in ("direct", "hierarchical", "auto")
+    }
+    times = {name: plan.prediction.pipelined_us for name, plan in found.items() if plan.prediction}
+    assert times["hierarchical"] < 0.9 * times["direct"]
+    how: Any = found["auto"].schedule
+    assert how == found["hierarchical"].schedule
+    shape = found["auto"].shape
+    assert how.exchange == "hierarchical"
+    assert how.relay_bytes == relay_bytes("moe_dispatch_gemm", shape, "bfloat16", 2) == 4096 * 14336
+    assert how.pieces == 16
+    assert how.land_blocks == 8
+    direct: Any = found["direct"].schedule
+    assert (direct.exchange, direct.relay_bytes, direct.land_blocks) == ("direct", 0, 2)
+    assert (
+        backend().workspace(found["auto"]).areas[0] < backend().workspace(found["direct"]).areas[0]
+    )
+    with pytest.raises(
+        Unsupported, match="does not run the exchange 'hierarchical' of 'moe_combine'"
+    ):
+        world.plan(
+            "moe_combine", one_node.sizes_of("moe_combine", {"experts": 16}), dtype="bfloat16",
+            exchange="hierarchical",
+        )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
+@pytest.mark.parametrize("op", DISPATCHES)
+def test_no_field_of_relays_is_decoration(
+    started: Started, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = two_nodes(each=EACH)
+    usual = planned(op, each=EACH, exchange="hierarchical")
+    here = SimpleNamespace(of_call=lambda *given: None)
+    monkeypatch.setattr(moe, "device_world", lambda *given: here)
+    started.shares_device = lambda *given: False  # type: ignore[method-assign]
+    ids = torch.zeros(SIZES["tokens"], SIZES["top_k"], dtype=torch.int32)
+    usual_call = relayed_call(usual, 1, ids)
+
+    def launch(plan: LaunchPlan) -> object:
+        started.told.clear()
+        call = replace(usual_call, plan=plan)
+        world.admit(plan, dict(call.tensors))
+        needs = world.accelerator.workspace(plan)
+        context: Any = DispatchContext(0, one_node.Order(), 64)  # type: ignore[arg-type]
+        context.reports = one_node.Reports()
+        HopperAccelerator.executor_of(plan)(call, context).start(call, MAIN)
+        return [needs, *started.told]
+
+    assert decorations(usual, launch) == []

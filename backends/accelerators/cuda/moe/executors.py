@@ -10,7 +10,8 @@ If a dispatch uses the routing of an earlier one, no ids travel and nothing is s
 those of a library (:mod:`.moe.grouped`), or a backend's own.
 Tokens of e4m3 experts are first quantised, each once, and their scales lie behind them wherever they
 go (kernels/moe/quantise_rows.hpp).
-Between nodes tokens, ids, weights and sums travel by puts of a NIC as well (:mod:`.moe.nodes`).
+Between nodes tokens, ids, weights and sums travel by puts of a NIC as well (:mod:`.moe.nodes`); tokens
+in pieces, the flags of which copies and products wait for.
 Results return by slot and are added on the token's rank; or a token's results on one rank are added
 first (kernels/moe/home.hpp), as is always done between nodes.
 
@@ -36,7 +37,12 @@ from mkernel.backends.accelerators.cuda.device_world import (
     device_world,
     workspace_of,
 )
-from mkernel.backends.accelerators.cuda.moe.nodes import FarRanks
+from mkernel.backends.accelerators.cuda.moe.nodes import (
+    FarRanks,
+    crossing_of,
+    outbox_bytes,
+    sum_pieces,
+)
 from mkernel.backends.accelerators.cuda.moe.tuning import check_size, row_bytes
 from mkernel.backends.accelerators.cuda.native_kernels import native
 from mkernel.backends.accelerators.cuda.operands import deliver, writable
@@ -169,7 +175,10 @@ class MoeExecutor:
         *,
         wide: bool,
         by_rank: bool,
+        tokens: tuple[int, int] = (0, 0),
     ) -> _kernels.Home:
+        """Return the arguments of a step of what comes home. ``tokens``: the first and the end of those
+        of each rank that a step by rank sums."""
         made: _kernels.Home = native().Home(
             sizes=self._sizes,
             routing=call.tensors["routing"].data_ptr(),
@@ -177,6 +186,9 @@ class MoeExecutor:
             weights=call.tensors["topk_weights"].data_ptr(),
             out=out.data_ptr(),
             width=out.shape[1],
+            first=tokens[0],
+            end=tokens[1],
+            pieces=sum_pieces(self._plan),
             half=self._plan.out_dtype == "float16",
             wide=wide,
             by_rank=by_rank,
@@ -193,19 +205,51 @@ class DispatchBase(MoeExecutor):
     def workspace(plan: LaunchPlan) -> Workspace:
         """Return the symmetric memory that a dispatch needs. Unsupported."""
         check_size(plan)
-        return workspace_of(plan, sizes_of_plan(plan).dispatch_bytes(_row_bytes(plan)))
+        pieces = crossing_of(plan).pieces
+        nbytes = sizes_of_plan(plan).dispatch_bytes(_row_bytes(plan), pieces)
+        return workspace_of(plan, nbytes, outbox_bytes(plan))
 
     def _send(
         self, call: Call, x: torch.Tensor, ids: torch.Tensor, pushing: int, stream: int
     ) -> bool:
         """Queue the transfer of the own tokens, in this node by so many blocks that push, or by copy
         engines. Returns whether it runs on a second stream, which must be joined."""
-        world, plan = self._of_call(call), self._plan
-        far = FarRanks(self._context.device, self._sizes, _row_bytes(plan))
-        return self._exchanges(call) and self._push(
-            call, stream, self._tokens(call, x, ids, pushing),
-            lambda beside: far.send_tokens(world, x, ids, beside),
+        if not self._exchanges(call):
+            return False
+        made, device, plan = native(), self._context.device, self._plan
+        near, world, how = (
+            self._tokens(call, x, ids, pushing),
+            self._of_call(call),
+            crossing_of(plan),
+        )
+        crossing = made.CrossingTokens(
+            sizes=self._sizes,
+            x=x.data_ptr(),
+            ids=ids.data_ptr(),
+            row_bytes=_row_bytes(plan),
+            pieces=how.pieces,
+            hierarchical=how.exchange == "hierarchical",
+        )
+
+        def leave(beside: int) -> None:
+            if plan.nodes > 1:
+                made.put_tokens(device, world, crossing, beside)
+            if plan.ranks_per_node > 1:
+                near(beside)
+
+        return self._push(
+            call, stream, leave,
+            lambda beside: made.land_tokens(device, world, crossing, how.land_blocks, beside),
         )  # fmt: skip
+
+    def _pieces(self, call: Call) -> int:
+        """Return the pieces that other nodes' tokens come in; 0 where none come."""
+        return crossing_of(self._plan).pieces if self._exchanges(call) else 0
+
+    def _waits_for_push(self) -> bool:
+        """Return whether what follows on the call's stream would keep the push of own tokens out, and
+        waits for it therefore. Between nodes the routing already waits until it has ended."""
+        return crossing_of(self._plan).push_blocks > 0 and self._plan.nodes == 1
 
     def _own_ids(self, call: Call) -> tuple[torch.Tensor, int | None]:
         """Return the own tokens' ids, and the number of rows where it is known: from the capacity, or
@@ -247,6 +291,7 @@ class DispatchBase(MoeExecutor):
                 capacity=shape.capacity or 0,
                 early=early if exchanges else 0,
                 early_rows=early_rows,
+                pieces=self._pieces(call),
                 exchanges=exchanges,
             ),
             context.reports.block,
@@ -303,7 +348,7 @@ class RowsExecutor(DispatchBase):
             if plan.scales is not None:
                 sizes = height, shape.hidden // BLOCK
                 found["scales"] = x.new_empty(sizes, dtype=torch.float32)
-            if forked and how.push_blocks:  # the copies would keep it out
+            if forked and self._waits_for_push():
                 forked = False
                 context.order.join(stream)
             copies = made.DispatchedRows(
@@ -315,6 +360,7 @@ class RowsExecutor(DispatchBase):
                 row_bytes=_row_bytes(plan),
                 width=shape.hidden,
                 height=height,
+                pieces=self._pieces(call),
                 waits=self._exchanges(call),
                 blocks=how.blocks,
             )
@@ -359,13 +405,17 @@ class CombineBase(MoeExecutor):
         )  # fmt: skip
         try:
             y = rows()
-            home = self._home(call, y, written, blocks, wide=wide, by_rank=True)
             if forked and plan.nodes > 1:  # sums would keep out the kernel that sets their flags
                 forked = False
                 self._context.order.join(stream)
-            made.moe_home(device, world, home, steps.sum_rows, stream)
-            if exchanges and plan.nodes > 1:
-                far.send_sums(world, stream)
+            count, pieces = len(weights), sum_pieces(plan) if exchanges else 0
+            each = -(-count // max(pieces, 1))
+            for piece in range(max(pieces, 1)):
+                tokens = piece * each, min((piece + 1) * each, count)
+                home = self._home(call, y, written, blocks, wide=wide, by_rank=True, tokens=tokens)
+                made.moe_home(device, world, home, steps.sum_rows, stream)
+                if pieces:
+                    far.send_sums(world, pieces, piece, stream)
             made.moe_home(device, world, home, steps.sum_ranks, stream)
         finally:
             if forked:

@@ -1,16 +1,27 @@
 """The part of an MoE call that communicates with ranks of other nodes.
 
-Every rank sends its tokens whole, once to each of these ranks, by puts of a NIC, together with its
-ids or its weights. One small kernel, which runs before anything waits for tokens, sets the flags
-that ranks of the node set themselves. Results return by rank only: sums for another node's ranks
-leave through an outbox.
+Tokens cross by puts of a NIC in pieces, once to each of these ranks that wants them, or to each node
+that does, whose rank in the same place passes them on (kernels/moe/crossing.hpp). Weights go whole to
+each of these ranks. One small kernel, which runs before anything waits for them, sets the flags that
+ranks of the node set themselves. Results return by rank only: sums for another node's ranks leave
+through an outbox, each piece as soon as it is summed.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mkernel.backends.accelerators.cuda.moe.tuning import row_bytes
 from mkernel.backends.accelerators.cuda.native_kernels import native
+from mkernel.backends.accelerators.cuda.schedule import ReturnSchedule, TokenSchedule
+from mkernel.errors import ArgumentError
+from mkernel.plan.model import (
+    CombineShape,
+    DispatchShape,
+    GemmCombineShape,
+    LaunchPlan,
+    MoeShape,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -18,23 +29,55 @@ if TYPE_CHECKING:
     from mkernel.backends.accelerators.cuda import _kernels
 
 
+def crossing_of(plan: LaunchPlan) -> TokenSchedule:
+    """Return how tokens of a dispatch cross between nodes. ArgumentError for a schedule that calls
+    would not follow."""
+    how = plan.part(TokenSchedule)
+    pieces, blocks = how.pieces, how.land_blocks
+    if (plan.nodes == 1) != (pieces == 0):
+        legal = "0 in one node" if pieces else "1 or more between nodes"
+        raise ArgumentError("plan.schedule.pieces", pieces, legal)
+    if (pieces == 0) != (blocks == 0):
+        raise ArgumentError("plan.schedule.land_blocks", blocks, f"as there are {pieces} pieces")
+    if pieces == 0 and how.exchange != "direct":
+        raise ArgumentError("plan.schedule.exchange", how.exchange, "direct in one node")
+    kept = outbox_bytes(plan) if how.exchange == "hierarchical" else 0
+    if how.relay_bytes != kept:
+        raise ArgumentError("plan.schedule.relay_bytes", how.relay_bytes, f"{kept} here")
+    return how
+
+
+def sum_pieces(plan: LaunchPlan) -> int:
+    """Return the pieces in which sums for ranks of other nodes travel; 0: there is one node.
+    ArgumentError for a schedule that calls would not follow."""
+    pieces, shape = plan.part(ReturnSchedule).pieces, plan.shape
+    assert isinstance(shape, CombineShape | GemmCombineShape)
+    rows = -(-shape.tokens // max(pieces, 1))
+    if pieces != (0 if plan.nodes == 1 else -(-shape.tokens // rows)):
+        legal = (
+            "0 in one node" if plan.nodes == 1 else f"pieces of {shape.tokens} tokens, none empty"
+        )
+        raise ArgumentError("plan.schedule.pieces", pieces, legal)
+    return pieces
+
+
+def outbox_bytes(plan: LaunchPlan) -> int:
+    """Return the bytes of the rows of a dispatch that wait for their puts: the own tokens once for each
+    peer that they cross to."""
+    shape, how = plan.shape, plan.part(TokenSchedule)
+    assert isinstance(shape, MoeShape | DispatchShape)
+    peers = plan.nodes - 1
+    if how.exchange == "direct":
+        peers *= plan.ranks_per_node
+    return peers * shape.tokens * row_bytes(shape.hidden, scaled=plan.scales is not None)
+
+
 class FarRanks:
     """The ranks of other nodes, in the calls of one plan."""
 
     def __init__(self, device: int, sizes: _kernels.MoeSizes, row_bytes: int) -> None:
-        """Prepare the calls. ``row_bytes``: bytes of a token, or of a returning sum."""
+        """Prepare the calls. ``row_bytes``: bytes of a returning sum."""
         self._device, self._sizes, self._row_bytes = device, sizes, row_bytes
-
-    def send_tokens(
-        self, world: _kernels.DeviceWorld, x: torch.Tensor, ids: torch.Tensor, stream: int
-    ) -> None:
-        """Send the own tokens and ids, and land those of others. Ids come first: a wait for them
-        guarantees that the kernel which sets the flags of tokens is running."""
-        made = native()
-        slots = self._sizes.far_ids(self._row_bytes), self._sizes.far_tokens(self._row_bytes)
-        for each, tensor in zip(slots, (ids, x), strict=True):
-            made.send_far(self._device, world, tensor.data_ptr(), each, stream)
-        made.land_far(self._device, world, slots, stream)
 
     def send_weights(self, world: _kernels.DeviceWorld, weights: torch.Tensor, stream: int) -> None:
         """Send the own weights, and land those of others."""
@@ -42,9 +85,10 @@ class FarRanks:
         made.send_far(self._device, world, weights.data_ptr(), slots, stream)
         made.land_far(self._device, world, [slots], stream)
 
-    def send_sums(self, world: _kernels.DeviceWorld, stream: int) -> None:
-        """Send the contents of the outbox, and land the sums of others."""
-        made, slots = native(), self._sizes.far_sums(self._row_bytes)
+    def send_sums(self, world: _kernels.DeviceWorld, pieces: int, piece: int, stream: int) -> None:
+        """Send a piece of the contents of the outbox; behind the last one land the sums of others."""
+        made, slots = native(), self._sizes.far_sums(self._row_bytes, pieces)
         outbox = self._sizes.outbox_offset(self._row_bytes)
-        made.send_outbox(self._device, world, outbox, slots, stream)
-        made.land_far(self._device, world, [slots], stream)
+        made.send_outbox(self._device, world, outbox, slots, stream, piece=piece)
+        if piece == pieces - 1:
+            made.land_far(self._device, world, [slots], stream)

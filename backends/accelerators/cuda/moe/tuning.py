@@ -6,16 +6,21 @@ Tokens travel within a node in one of two ways. Copy engines bring all of them t
 no multiprocessor; with two to four ranks and top-8 that is hardly more than what is wanted. A kernel
 of ``push_blocks`` blocks sends each token only to the ranks that have an expert of it, with uniform
 routing to a share 1 - (1 - 1/W)^k of them. The shorter predicted time decides;
-``MKERNEL_<ACCELERATOR>_TOKENS`` names one. Between nodes tokens travel whole.
+``MKERNEL_<ACCELERATOR>_TOKENS`` names one.
+
+Between nodes only what is wanted travels, in pieces of the order in which experts are multiplied
+(kernels/moe/crossing_lists.hpp), and so it does inside the nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from mkernel.backends.accelerators.cuda.machine import machine
 from mkernel.backends.accelerators.cuda.schedule import (
+    MOST_PIECES,
     CombineSchedule,
     LibraryCombineSchedule,
     RowsSchedule,
@@ -26,14 +31,18 @@ from mkernel.plan.model import (
     BLOCK,
     DTYPE_BYTES,
     E4M3,
+    CombineShape,
     CommonPart,
     DispatchShape,
     GemmCombineShape,
     MoeShape,
+    Schedule,
 )
+from mkernel.plan.pipeline import Pipeline
 from mkernel.plan.predict import payloads, predict
 from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest, TooLarge
 from mkernel.plan.standard import by_rows, choose
+from mkernel.plan.traffic import Moe, relay_bytes
 
 TILE_ROWS = 256
 """Rows of a cluster's tile; as in kernels/moe/tables.cuh."""
@@ -43,6 +52,10 @@ MOST_ROW_BYTES = 1 << 35
 """Exclusive bound on the bytes of a product's rows: kernels count them by 16 bytes, in 31 bits."""
 MOST_WORDS = (1 << 31) - 1
 """The most words of a routing's tables (kernels/moe/tables.cuh)."""
+LEAST_PIECE_BYTES = 1 << 18
+"""The least bytes of a piece that crosses between nodes: each costs a message and a wait."""
+LAND_BLOCKS = 8
+"""The blocks that copy what comes from other nodes, or pass it on; without copies a pair waits."""
 MOST_EXPERTS = (96 << 10) // 12
 """The most experts of a rank, which kernels count in shared memory (kernels/moe/routing.cu)."""
 MOST_GROUPS = 1023
@@ -50,7 +63,8 @@ MOST_GROUPS = 1023
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
-    """Schedule a plan of an MoE op. A rank's tokens are one chunk, whatever chunk is requested."""
+    """Schedule a plan of an MoE op. Within a node a rank's tokens are one chunk, whatever chunk is
+    requested."""
     plan = request.plan
     check_size(plan)
     check_scaled(plan)
@@ -60,11 +74,15 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         _check_groups(plan, plan.shape.experts // plan.world_size)
     if isinstance(plan.shape, MoeShape | DispatchShape):
         found, pushing = with_tokens(request, found, push_blocks)
-        return found._replace(schedule=RowsSchedule(blocks=blocks, push_blocks=pushing))
+        crossing = crossing_of(plan, found.pipeline)
+        return found._replace(schedule=RowsSchedule(blocks=blocks, push_blocks=pushing, **crossing))
+    pieces = sum_pieces(plan, request.chunk)
     if isinstance(plan.shape, GemmCombineShape):
-        returns = found.pipeline.returns
-        return found._replace(schedule=LibraryCombineSchedule(sum_blocks=blocks, returns=returns))
-    return found._replace(schedule=CombineSchedule(sum_blocks=blocks))
+        made: Schedule = LibraryCombineSchedule(
+            sum_blocks=blocks, returns=found.pipeline.returns, pieces=pieces
+        )
+        return found._replace(schedule=made)
+    return found._replace(schedule=CombineSchedule(sum_blocks=blocks, pieces=pieces))
 
 
 def with_tokens(
@@ -76,11 +94,47 @@ def with_tokens(
     the blocks that push them."""
     plan = request.plan
     pushing, considered = choice(plan, found.pipeline.compute_blocks)
-    pipeline = replace(found.pipeline, whole_tokens=pushing == 0)
+    pipeline = replace(found.pipeline, whole_tokens=pushing == 0 and plan.nodes == 1)
+    if plan.nodes > 1:
+        pipeline = replace(pipeline, rows_per_chunk=piece_rows(plan, request.chunk))
     times = found.prediction
     if request.constants is not None and request.measured is None:
         times = predict(plan, request.links, pipeline, request.constants)
     return Scheduled(found.schedule, pipeline, times, found.alternatives + considered), pushing
+
+
+def piece_rows(plan: CommonPart, chunk: int | None) -> int:
+    """Return the rows of a piece of a rank's tokens, or of sums, for another node. ``chunk``: the rows
+    that are requested; None: pieces of at least ``LEAST_PIECE_BYTES``. There are ``MOST_PIECES`` at
+    most."""
+    shape = plan.shape
+    assert isinstance(shape, Moe)
+    width = shape.features if isinstance(shape, CombineShape) else shape.hidden
+    least = chunk or -(-LEAST_PIECE_BYTES // row_bytes(width, scaled=False))
+    return min(shape.tokens, max(least, -(-shape.tokens // MOST_PIECES)))
+
+
+def sum_pieces(plan: CommonPart, chunk: int | None) -> int:
+    """Return the pieces that sums for a rank of another node travel in; 0: there is one node.
+    ``chunk``: as of :func:`piece_rows`."""
+    assert isinstance(plan.shape, Moe)
+    return 0 if plan.nodes == 1 else -(-plan.shape.tokens // piece_rows(plan, chunk))
+
+
+def crossing_of(plan: CommonPart, pipeline: Pipeline) -> dict[str, Any]:
+    """Return the fields of a :class:`TokenSchedule` that say how tokens cross between nodes."""
+    shape, exchange = plan.shape, pipeline.exchange
+    assert isinstance(shape, MoeShape | DispatchShape)
+    if plan.nodes == 1:
+        return {}
+    relays = exchange == "hierarchical"
+    rows = pipeline.rows_per_chunk or shape.tokens
+    return {
+        "exchange": exchange,
+        "pieces": -(-shape.tokens // rows),
+        "land_blocks": LAND_BLOCKS if relays or plan.routes.staged else 2,
+        "relay_bytes": relay_bytes(plan.op, shape, plan.dtype, plan.nodes) if relays else 0,
+    }
 
 
 def _check_groups(plan: CommonPart, experts: int) -> None:
@@ -168,12 +222,12 @@ def push_blocks(
 
     Blocks are chosen if they are predicted to be faster, or if ``MKERNEL_<ACCELERATOR>_TOKENS`` names
     them. ``us``: predicts what is to be short, for so many blocks. Also returns both alternatives, if
-    there are two: between nodes tokens always travel whole."""
+    there are two: between nodes only what is wanted travels."""
     wished = settings_of(plan.accelerator).tokens
-    if plan.world_size == 1 or plan.nodes > 1 or wished == "whole":
+    if plan.ranks_per_node == 1 or (plan.nodes == 1 and wished == "whole"):
         return 0, ()
     blocks = max(2, min(machine().experts.push_blocks, processors // 8 * 2))
-    if wished == "wanted":
+    if plan.nodes > 1 or wished == "wanted":
         return blocks, ()
     return choose(
         "tokens",

@@ -58,6 +58,7 @@ class _Multiplies(MoeExecutor):
         out_scale: torch.Tensor | None = None,
         permuted: torch.Tensor | None = None,
         height: int = 0,
+        pieces: int = 0,
         gated: bool = False,
         **how: Any,
     ) -> _kernels.GroupedProduct:
@@ -81,6 +82,7 @@ class _Multiplies(MoeExecutor):
             n=width // 2 if gated else width,
             k=depth,
             height=height,
+            pieces=pieces,
             gated=gated,
             half=self._plan.out_dtype == "float16",
             n_major=self._plan.b_layout == "row",
@@ -119,13 +121,13 @@ class DispatchExecutor(_Multiplies, DispatchBase):
                 sizes = height, shape.features // BLOCK
                 found["scales"] = x.new_empty(sizes, dtype=torch.float32)
             permuted = x.new_empty((height, x.shape[1])) if how.permutes else None
-            if forked and how.push_blocks and not how.early_tiles:  # it would keep out the push
+            if forked and self._waits_for_push() and not how.early_tiles:
                 forked = False
                 context.order.join(stream)
             product = self._product(
                 call, x, w, how.blocks, b_scale=call.tensors.get("w_scale"),
                 out_scale=found.get("scales"), permuted=permuted, out=outputs.data_ptr(),
-                rows=height, height=shape.capacity or 0, tokens=True,
+                rows=height, height=shape.capacity or 0, pieces=self._pieces(call), tokens=True,
                 gated=shape.activation is not None, deep=how.tiling == "deep", wide=False,
                 home=False, ends=True,
             )  # fmt: skip

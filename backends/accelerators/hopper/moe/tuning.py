@@ -19,7 +19,9 @@ from mkernel.backends.accelerators.cuda.moe.tuning import (
     TILE_ROWS,
     check_scaled,
     check_size,
+    crossing_of,
     row_bytes,
+    sum_pieces,
     travel_us,
     with_tokens,
 )
@@ -41,7 +43,7 @@ from mkernel.plan.standard import by_rows
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
-    """Schedule a plan of an MoE op. A rank's tokens are one chunk, whatever chunk is requested."""
+    """Schedule a plan of an MoE op. Chunks are as for a dispatch alone."""
     plan = request.plan
     if not isinstance(plan.shape, MoeShape | GemmCombineShape):
         return cuda.schedule(request)
@@ -49,28 +51,32 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     check_scaled(plan)
     found = by_rows(request, chunks=1)
     processors = found.pipeline.compute_blocks
-    # Between nodes a block of another kernel occupies a multiprocessor while tokens land.
-    blocks = max(2, processors // 2 * 2 - (2 if plan.nodes > 1 else 0))
     made: Schedule
     if isinstance(plan.shape, MoeShape):
         found, pushing = with_tokens(request, found, push_blocks)
         early = early_tiles(plan, processors, found.prediction, pushing)
+        crossing = crossing_of(plan, found.pipeline)
+        # The push needs room beside early tiles; it has ended before any others begin. Between nodes it
+        # ends before the product begins, but the kernel that lands tokens runs beside it.
+        beside = crossing["land_blocks"] if crossing else pushing if early else 0
         made = DispatchSchedule(
-            # The push needs room beside early tiles; it has ended before any others begin.
-            blocks=max(2, blocks - pushing) if early else blocks,
+            blocks=max(2, processors // 2 * 2 - beside),
             push_blocks=pushing,
             early_tiles=early,
             early_rows=early_rows(plan),
             permutes=permutes(plan),
             tiling=tiling(plan.shape.hidden) if permutes(plan) and plan.scales is None else "deep",
+            **crossing,
         )
     else:
         assert isinstance(plan.shape, GemmCombineShape)
         made = GemmCombineSchedule(
             tiling="deep" if plan.scales or reads_weights(plan) else tiling(plan.shape.features),
-            blocks=blocks,
+            # Between nodes a block of another kernel occupies a multiprocessor while weights land.
+            blocks=max(2, processors // 2 * 2 - (2 if plan.nodes > 1 else 0)),
             sum_blocks=processors * SUM_BLOCKS_A_CORE,
             returns=found.pipeline.returns,
+            pieces=sum_pieces(plan, request.chunk),
         )
     return found._replace(schedule=made)
 

@@ -24,12 +24,12 @@ void send_far(const DeviceWorld& world, std::uint64_t from, const FarSlots& slot
     const Workspace workspace = workspace_of(world);
     const std::uint64_t own = slots.offset + workspace.rank * slots.bytes;
     fill_outbox(world, from, slots.bytes, own, stream);
-    put_far(workspace, limits_of(world), own, 0, slots, cuda::stream_at(stream));
+    put_far(workspace, limits_of(world), own, 0, slots, 0, cuda::stream_at(stream));
 }
 
 void send_outbox(const DeviceWorld& world, std::uint64_t outbox, const FarSlots& slots,
-                 std::uint64_t stream) {
-    put_far(workspace_of(world), limits_of(world), outbox, slots.bytes, slots,
+                 std::uint64_t stream, std::uint32_t piece) {
+    put_far(workspace_of(world), limits_of(world), outbox, slots.bytes, slots, piece,
             cuda::stream_at(stream));
 }
 

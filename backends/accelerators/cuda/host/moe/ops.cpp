@@ -48,9 +48,18 @@ std::int64_t table_words(const Sizes& sizes) {
     return words;
 }
 
-std::uint64_t dispatch_bytes(const Sizes& sizes, std::uint64_t row_bytes) {
+std::uint64_t dispatch_bytes(const Sizes& sizes, std::uint64_t row_bytes, std::int32_t pieces) {
     table_words(sizes);
-    return kDataOffset + scratch_offset(sizes, row_bytes) + scratch_bytes(sizes.experts);
+    const std::uint64_t scratch = scratch_offset(sizes, row_bytes) + scratch_bytes(sizes.experts);
+    if (pieces == 0) return kDataOffset + scratch;
+    const CrossingLists lists{nullptr, sizes.world, sizes.tokens, pieces};
+    return kDataOffset + aligned(crossing_of(sizes, row_bytes, pieces).offset +
+                                 lists.count() * sizeof(std::int32_t));
+}
+
+Crossing crossing_of(const Sizes& sizes, std::uint64_t row_bytes, std::int32_t pieces) {
+    if (pieces == 0) return {};
+    return {aligned(scratch_offset(sizes, row_bytes) + scratch_bytes(sizes.experts)), pieces};
 }
 
 std::uint64_t home_bytes(const Sizes& sizes, std::uint64_t row_bytes, bool by_rank) {
@@ -59,22 +68,15 @@ std::uint64_t home_bytes(const Sizes& sizes, std::uint64_t row_bytes, bool by_ra
     return kDataOffset + rows_offset(sizes, by_rank) + aligned(rows * row_bytes);
 }
 
-FarSlots far_tokens(const Sizes& sizes, std::uint64_t row_bytes) {
-    return {0, sizes.tokens * row_bytes, 0};
-}
-
-FarSlots far_ids(const Sizes& sizes, std::uint64_t row_bytes) {
-    const auto world = static_cast<std::uint32_t>(sizes.world);
-    return {ids_offset(sizes, row_bytes), places(sizes) / world * sizeof(std::int32_t), world};
-}
-
 FarSlots far_weights(const Sizes& sizes) {
-    return {0, places(sizes) / sizes.world * sizeof(float), 0};
+    const std::uint64_t nbytes = places(sizes) / sizes.world * sizeof(float);
+    return {0, nbytes, 0, nbytes};
 }
 
-FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes) {
-    const auto world = static_cast<std::uint32_t>(sizes.world);
-    return {rows_offset(sizes, true), sizes.tokens * row_bytes, world};
+FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes, std::int32_t pieces) {
+    const CrossingLists lists{nullptr, sizes.world, sizes.tokens, pieces};
+    return {rows_offset(sizes, true), sizes.tokens * row_bytes, lists.flag(0, 0),
+            lists.piece_rows() * row_bytes};
 }
 
 std::uint64_t outbox_offset(const Sizes& sizes, std::uint64_t row_bytes) {
@@ -111,6 +113,7 @@ void route(const DeviceWorld& world, const Routing& routing, const ReportBlock& 
         .workspace = workspace_of(world),
         .limits = limits_of(world),
         .tables = tables_of(routing.sizes, routing.routing),
+        .crossing = crossing_of(routing.sizes, routing.row_bytes, routing.pieces),
         .own_ids = reinterpret_cast<const std::int32_t*>(routing.ids),
         .ids_offset = ids_offset(routing.sizes, routing.row_bytes),
         .counts_offset = scratch_offset(routing.sizes, routing.row_bytes),
@@ -149,11 +152,44 @@ void push_wanted(const DeviceWorld& world, const WantedTokens& tokens, std::uint
     push_wanted(args, static_cast<std::uint32_t>(tokens.blocks), cuda::stream_at(stream));
 }
 
+namespace {
+
+CrossingArgs args_of(const DeviceWorld& world, const CrossingTokens& tokens) {
+    const Sizes& sizes = tokens.sizes;
+    return {
+        .workspace = workspace_of(world),
+        .limits = limits_of(world),
+        .crossing = crossing_of(sizes, tokens.row_bytes, tokens.pieces),
+        .x = reinterpret_cast<const char*>(tokens.x),
+        .ids = reinterpret_cast<const std::int32_t*>(tokens.ids),
+        .ids_offset = ids_offset(sizes, tokens.row_bytes),
+        .outbox_offset = dispatch_bytes(sizes, tokens.row_bytes, tokens.pieces) - kDataOffset,
+        .row_bytes = static_cast<std::int64_t>(tokens.row_bytes),
+        .tokens = sizes.tokens,
+        .top_k = sizes.top_k,
+        .experts = sizes.experts,
+        .hierarchical = tokens.hierarchical,
+    };
+}
+
+}  // namespace
+
+void put_tokens(const DeviceWorld& world, const CrossingTokens& tokens, std::uint64_t stream) {
+    put_tokens(args_of(world, tokens), cuda::stream_at(stream));
+}
+
+void land_tokens(const DeviceWorld& world, const CrossingTokens& tokens, std::int32_t blocks,
+                 std::uint64_t stream) {
+    land_tokens(args_of(world, tokens), static_cast<std::uint32_t>(blocks),
+                cuda::stream_at(stream));
+}
+
 void copy_rows(const DeviceWorld& world, const DispatchedRows& rows, std::uint64_t stream) {
     const DispatchedArgs args{
         .workspace = workspace_of(world),
         .limits = limits_of(world),
         .tables = tables_of(rows.sizes, rows.routing),
+        .crossing = crossing_of(rows.sizes, rows.row_bytes, rows.pieces),
         .a = reinterpret_cast<const char*>(rows.a),
         .out = reinterpret_cast<char*>(rows.out),
         .scales = reinterpret_cast<float*>(rows.scales),
@@ -180,6 +216,7 @@ void quantise_rows(const QuantisedRows& rows, std::uint64_t stream) {
 
 void load() {
     load_far_slots();
+    load_crossing();
     load_routing();
     load_dispatched_rows();
     load_home();
@@ -198,6 +235,9 @@ void bring_home(const DeviceWorld& world, const Home& home, Step step, std::uint
         .outbox_offset =
             outbox_offset(home.sizes, std::uint64_t{1} * home.width * (home.wide ? 4 : 2)),
         .width = home.width,
+        .first = home.first,
+        .end = home.end,
+        .pieces = home.pieces,
         .half = home.half,
         .wide = home.wide,
         .waits = home.waits,

@@ -2,10 +2,11 @@
 // Nothing here waits for the device.
 //
 // The data area of a rank's workspace in a dispatch: tokens of all ranks [W, tokens, hidden], their ids
-// [W, tokens, top_k] int32, scratch. Flag s: tokens of rank s are there; flag W + s: its ids are. The data
+// [W, tokens, top_k] int32, scratch; between nodes lists (kernels/moe/crossing_lists.hpp), and in the area for NICs an
+// outbox behind them. Flag s: tokens of rank s of this node are there; flag W + s: its ids are. The data
 // area for results that come home: weights of all ranks [W, tokens, top_k] float32 where sums come by rank,
 // then the results [tokens, top_k, width], or [W, tokens, width] by rank. Flag s: weights of rank s are
-// there; flag W + s: its results are.
+// there; flag W + s: its results are, of other nodes those of far_sums.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include <tuple>
 
 #include "backends/accelerators/cuda/host/device_world.hpp"
+#include "backends/accelerators/cuda/kernels/moe/crossing.hpp"
 #include "backends/accelerators/cuda/kernels/moe/dispatched_rows.hpp"
 #include "backends/accelerators/cuda/kernels/moe/far_slots.hpp"
 #include "backends/accelerators/cuda/kernels/moe/home.hpp"
@@ -38,15 +40,14 @@ inline Tables tables_of(const Sizes& sizes, std::uint64_t routing) {
 std::int64_t table_words(const Sizes& sizes);
 
 // Returns the bytes of a workspace. std::length_error: too many experts.
-std::uint64_t dispatch_bytes(const Sizes& sizes, std::uint64_t row_bytes);
+// `pieces`: that a rank's tokens for another node come in; 0: there is one node.
+std::uint64_t dispatch_bytes(const Sizes& sizes, std::uint64_t row_bytes, std::int32_t pieces);
 std::uint64_t home_bytes(const Sizes& sizes, std::uint64_t row_bytes, bool by_rank);
 
 // The slots between nodes, which NICs write into, or staging memory of the same layout. After them, where
 // sums come by rank, is the outbox: those for each rank, [W, tokens, width].
-FarSlots far_tokens(const Sizes& sizes, std::uint64_t row_bytes);
-FarSlots far_ids(const Sizes& sizes, std::uint64_t row_bytes);
 FarSlots far_weights(const Sizes& sizes);
-FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes);
+FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes, std::int32_t pieces);
 std::uint64_t outbox_offset(const Sizes& sizes, std::uint64_t row_bytes);
 
 // Loads the kernels that calls between nodes start to the current device, before the first of those calls. A
@@ -73,11 +74,11 @@ class ReportBlock {
 };
 
 // `routing`: address of the handle's words, 16-byte aligned. The others are those of RoutingArgs; `row_bytes`:
-// of a token.
+// of a token; `pieces`: as of dispatch_bytes, and 0 where nothing is exchanged.
 struct Routing {
     Sizes sizes;
     std::uint64_t routing, ids, counts, row_bytes;
-    std::int32_t capacity, early, early_rows;
+    std::int32_t capacity, early, early_rows, pieces;
     bool exchanges;
 };
 void route(const DeviceWorld& world, const Routing& routing, const ReportBlock& report,
@@ -98,11 +99,25 @@ struct WantedTokens {
 };
 void push_wanted(const DeviceWorld& world, const WantedTokens& tokens, std::uint64_t stream);
 
-// Rows of the experts; DispatchedArgs describes the fields.
+// The own tokens and ids on their way to other nodes, and those of other nodes; CrossingArgs describes the fields.
+struct CrossingTokens {
+    Sizes sizes;
+    std::uint64_t x, ids, row_bytes;
+    std::int32_t pieces;
+    bool hierarchical;
+};
+void put_tokens(const DeviceWorld& world, const CrossingTokens& tokens, std::uint64_t stream);
+void land_tokens(const DeviceWorld& world, const CrossingTokens& tokens, std::int32_t blocks,
+                 std::uint64_t stream);
+
+// Returns where lists of tokens are in the data area of a dispatch.
+Crossing crossing_of(const Sizes& sizes, std::uint64_t row_bytes, std::int32_t pieces);
+
+// Rows of the experts; DispatchedArgs and Routing describe the fields.
 struct DispatchedRows {
     Sizes sizes;
     std::uint64_t routing, a, out, scales, row_bytes;
-    std::int32_t width, height;
+    std::int32_t width, height, pieces;
     bool waits;
     std::int32_t blocks;
 };
@@ -119,7 +134,7 @@ void quantise_rows(const QuantisedRows& rows, std::uint64_t stream);
 struct Home {
     Sizes sizes;
     std::uint64_t routing, y, weights, out;
-    std::int32_t width;
+    std::int32_t width, first, end, pieces;
     bool half, wide, by_rank, waits;
     std::int32_t blocks;
 };

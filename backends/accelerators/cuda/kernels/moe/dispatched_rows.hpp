@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "backends/accelerators/cuda/device/workspace.cuh"
+#include "backends/accelerators/cuda/kernels/moe/crossing_lists.hpp"
 #include "backends/accelerators/cuda/kernels/moe/tables.cuh"
 #include "backends/transport/host_control.hpp"
 
@@ -21,6 +22,7 @@ struct DispatchedArgs {
     Workspace workspace;
     transport::WaitLimits limits;
     Tables tables;
+    Crossing crossing;
     const char* a;           // own tokens [tokens, row_bytes]
     char* out;               // [height, width]
     float* scales;           // of e4m3 rows, [height, width / 128]; null: rows have 16 bits

@@ -41,6 +41,13 @@ __device__ inline void wait_for_ids(const RoutingArgs& args, std::uint64_t epoch
                 break;  // what lies there is checked before it is used
             }
         }
+        if (args.crossing.pieces > 0) {
+            const Tables& tables = args.tables;
+            const CrossingLists lists{nullptr, tables.world, tables.tokens, args.crossing.pieces};
+            waiter.until(workspace.flags(workspace.rank)[lists.listed_flag()], epoch,
+                         {lists.listed_flag(), static_cast<std::uint32_t>(workspace.rank),
+                          transport::kNoChunk});
+        }
     }
     __syncthreads();
 }

@@ -19,15 +19,17 @@ constexpr unsigned kLandingThreads = 512;
 // Runs as one warp, of which one thread pushes.
 __global__ void put_kernel(const __grid_constant__ Workspace workspace,
                            transport::WaitLimits limits, std::uint64_t from, std::uint64_t step,
-                           const __grid_constant__ FarSlots slots) {
+                           const __grid_constant__ FarSlots slots, std::uint32_t piece) {
     if (threadIdx.x != 0) return;
     const auto waiter = waiter_of(workspace, limits, transport::Waiter::comm_kernel);
-    const std::uint64_t to = slots.offset + workspace.rank * slots.bytes;
-    const std::uint32_t word = kFirstArrival + slots.flag + workspace.rank;
+    const std::uint64_t skipped = piece * slots.piece_bytes;
+    const std::uint64_t to = slots.offset + workspace.rank * slots.bytes + skipped;
+    const std::uint32_t word = kFirstArrival + slots.flag + workspace.rank * slots.pieces() + piece;
     transport::fence_system();
     for (int number = 0; number < workspace.far(); ++number) {
         const int peer = workspace.far_rank(number);
-        if (!workspace.network.put(waiter, peer, word, {from + peer * step, to, slots.bytes})) {
+        if (!workspace.network.put(waiter, peer, word,
+                                   {from + peer * step + skipped, to, slots.bytes_of(piece)})) {
             return;
         }
     }
@@ -73,17 +75,21 @@ __global__ void __launch_bounds__(kLandingThreads)
     transport::SetWord* const flags = workspace.flags(workspace.rank);
     for (int each = 0; each < landing.count; ++each) {
         const FarSlots& slots = landing.slots[each];
-        for (int number = 0; number < workspace.far(); ++number) {
-            const auto source = static_cast<std::uint32_t>(workspace.far_rank(number));
-            const std::uint32_t flag = slots.flag + source;
+        for (std::uint32_t item = 0; item < slots.pieces() * workspace.far(); ++item) {
+            const std::uint32_t piece = item / workspace.far();
+            const auto source = static_cast<std::uint32_t>(
+                workspace.far_rank(static_cast<int>(item) % workspace.far()));
+            const std::uint32_t flag = slots.flag + source * slots.pieces() + piece;
             if (threadIdx.x == 0) {
                 network.watch(waiter, epoch, network.staged ? workspace.landed() : flags, flag, {1},
                               {}, [&](std::uint32_t) { return source; });
             }
             if (!network.staged) continue;
             __syncthreads();
-            const std::uint64_t at = slots.offset + source * slots.bytes;
-            copy_staged(workspace.data(workspace.rank) + at, network.area + at, slots.bytes);
+            const std::uint64_t at =
+                slots.offset + source * slots.bytes + piece * slots.piece_bytes;
+            copy_staged(workspace.data(workspace.rank) + at, network.area + at,
+                        slots.bytes_of(piece));
             transport::fence_system();
             __syncthreads();
             if (threadIdx.x == 0) flags[flag].set(epoch);
@@ -92,7 +98,8 @@ __global__ void __launch_bounds__(kLandingThreads)
 }
 
 void check(const Workspace& workspace, const FarSlots& slots) {
-    if (slots.flag + workspace.world <= kFlags && slots.offset % 4 == 0 && slots.bytes % 4 == 0) {
+    if (slots.piece_bytes % 4 == 0 && slots.flag + workspace.world * slots.pieces() <= kFlags &&
+        slots.offset % 4 == 0 && slots.bytes % 4 == 0) {
         return;
     }
     throw std::invalid_argument("slots of " + std::to_string(slots.bytes) + " bytes at " +
@@ -109,10 +116,10 @@ void load_far_slots() {
 }
 
 void put_far(const Workspace& workspace, const transport::WaitLimits& limits, std::uint64_t from,
-             std::uint64_t step, const FarSlots& slots, cudaStream_t stream) {
+             std::uint64_t step, const FarSlots& slots, std::uint32_t piece, cudaStream_t stream) {
     check(workspace, slots);
     cuda::launch_small("launching puts to other nodes", put_kernel, 1, kWarp, 0, stream, workspace,
-                       limits, from, step, slots);
+                       limits, from, step, slots, piece);
 }
 
 void land_far(const Workspace& workspace, const transport::WaitLimits& limits,

@@ -5,6 +5,7 @@
 //   a tensor of r ──copied──▶ slot r of the own area ──put──▶ slot r of every rank of another node
 //   word of rank s ──one block, which runs until all have come──▶ flag s; where areas are staged, that block
 //        copies slot s into the data area first
+// Slots may travel in pieces, each with its put, its word and its flag; they land in their order.
 //
 // A kernel that waits for a flag may take all multiprocessors, and so keep out the block that sets it. It
 // cannot where it starts after a wait for the first of that block's flags: then the block runs.
@@ -19,11 +20,23 @@
 
 namespace mkernel::cuda {
 
-// Slot s is at `offset` + s * `bytes` of the data area; flag `flag` + s signals that its data is there.
-// Offset and bytes are multiples of 4.
+// Slot s is at `offset` + s * `bytes` of the data area; flag `flag` + s * pieces() + p signals that its piece p is
+// there, and all pieces before it. Pieces have `piece_bytes`, the last one what is left. Offset and bytes are multiples
+// of 4.
 struct FarSlots {
     std::uint64_t offset, bytes;
     std::uint32_t flag;
+    std::uint64_t piece_bytes;
+
+    [[nodiscard]] MKERNEL_HOST_DEVICE std::uint32_t pieces() const {
+        return bytes <= piece_bytes
+                   ? 1
+                   : static_cast<std::uint32_t>((bytes + piece_bytes - 1) / piece_bytes);
+    }
+    [[nodiscard]] MKERNEL_HOST_DEVICE std::uint64_t bytes_of(std::uint32_t piece) const {
+        const std::uint64_t left = bytes - piece * piece_bytes;
+        return left < piece_bytes ? left : piece_bytes;
+    }
 };
 inline constexpr int kMostFarSlots = 2;
 
@@ -38,12 +51,12 @@ void load_far_slots();
 // All functions here queue on the current device's `stream`; may be captured. CudaError;
 // std::invalid_argument.
 
-// Puts `slots.bytes` of the own area, at `from` for the first rank of the world and `step` further for each
-// next one, into slot r of every rank of another node. Everything queued earlier on `stream` is put.
+// Puts a piece of the own area's bytes for slots, which are at `from` for the first rank of the world and `step` further
+// for each next one, into slot r of every rank of another node. Everything queued earlier on `stream` is put.
 void put_far(const Workspace& workspace, const transport::WaitLimits& limits, std::uint64_t from,
-             std::uint64_t step, const FarSlots& slots, cudaStream_t stream);
+             std::uint64_t step, const FarSlots& slots, std::uint32_t piece, cudaStream_t stream);
 
-// Sets the flags of data that other nodes put, slots by slots.
+// Sets the flags of data that other nodes put, slots by slots, and of these piece by piece.
 void land_far(const Workspace& workspace, const transport::WaitLimits& limits,
               const Landing& landing, cudaStream_t stream);
 

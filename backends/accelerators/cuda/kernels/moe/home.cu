@@ -32,7 +32,9 @@ __device__ void wait_for_all(const HomeArgs& args, std::uint64_t epoch, int firs
         for (int step = 1; step < workspace.world; ++step) {
             const auto source =
                 static_cast<std::uint32_t>((workspace.rank + step) % workspace.world);
-            const std::uint32_t flag = first + source;
+            const bool far = first > 0 && !workspace.near(static_cast<int>(source));
+            const std::uint32_t flag =
+                far ? 2 * first + (source + 1) * args.pieces - 1 : first + source;
             if (!waiter.until(workspace.flags(workspace.rank)[flag], epoch,
                               {flag, source, transport::kNoChunk})) {
                 break;
@@ -125,12 +127,12 @@ __global__ void __launch_bounds__(kThreads) sum_rows_kernel(const __grid_constan
     const auto* const theirs = reinterpret_cast<const float*>(
         args.workspace.data(args.workspace.rank) + args.weights_offset);
     const std::int64_t own = std::int64_t{tables.tokens} * tables.top_k;
-    const std::int64_t all = std::int64_t{tables.world} * tables.tokens;
+    const std::int64_t some = std::int64_t{tables.world} * (args.end - args.first);
     constexpr int kLoads = sizeof(In) == 2 ? 4 : 2;  // under way, of a token's results
     // The tokens of all ranks take turns, so that the link is used from the first to the last.
-    for_each_eight(all, args.width, [&](std::int64_t turn, int column) {
+    for_each_eight(some, args.width, [&](std::int64_t turn, int column) {
         const auto source = static_cast<int>(turn % tables.world);
-        const std::int64_t token = turn / tables.world;
+        const std::int64_t token = args.first + turn / tables.world;
         const std::int64_t number = source * std::int64_t{tables.tokens} + token;
         // In a view that exchanges nothing the own weights stand for those of all ranks.
         const float* const weights =
@@ -161,7 +163,7 @@ __global__ void __launch_bounds__(kThreads) sum_rows_kernel(const __grid_constan
         char* const to = sums_for(args, source, sizeof(In));
         sums.store<In>(to + (token * args.width + column) * sizeof(In));
     });
-    tell(args, epoch);
+    if (args.end == tables.tokens) tell(args, epoch);
 }
 
 template <class Out, class In>

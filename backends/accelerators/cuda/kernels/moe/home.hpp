@@ -9,7 +9,9 @@
 //        of slots ──▶ the workspace of its rank, [W, tokens, width] there; then flag W + r
 //   those of all ranks ──sum_ranks──▶ out: of each token in the order of ranks
 //   Between nodes, by rank alone: sums for a rank of another node go to its place in the outbox, [W, tokens,
-//        width] of the area for NICs, and from there by puts (host/moe/far_slots.hpp)
+//        width] of the area for NICs, and from there by puts (host/moe/far_slots.hpp). They leave in pieces: each
+//        sum_rows makes those of one piece's tokens, and the last one sets flag W + r; flags of other nodes are
+//        2 W + s * pieces + p
 // Sums are float32 and rounded once. After a refused routing nothing travels, and out is NaN.
 #pragma once
 
@@ -34,9 +36,11 @@ struct HomeArgs {
     std::uint64_t rows_offset;     // of what comes home
     std::uint64_t outbox_offset;   // of what goes to other nodes
     std::int32_t width;
-    bool half;   // float16, else bfloat16: y unless `wide`, and out
-    bool wide;   // what travels is float32, and so is y of sum_rows
-    bool waits;  // for other ranks; else nothing goes to them either
+    std::int32_t first, end;  // tokens of each rank that sum_rows sums
+    std::int32_t pieces;      // that sums for another node's rank travel in; 0: there are none
+    bool half;                // float16, else bfloat16: y unless `wide`, and out
+    bool wide;                // what travels is float32, and so is y of sum_rows
+    bool waits;               // for other ranks; else nothing goes to them either
 };
 
 // All run on `blocks` blocks of the current device's `stream`; may be captured. CudaError. Rows are multiples

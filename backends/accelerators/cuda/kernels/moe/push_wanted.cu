@@ -3,7 +3,7 @@
 #include <cuda_runtime.h>
 
 #include "backends/accelerators/cuda/device/call.cuh"
-#include "backends/accelerators/cuda/ptx/vector.cuh"
+#include "backends/accelerators/cuda/kernels/moe/wanted_rows.cuh"
 #include "backends/accelerators/cuda/small_launch.cuh"
 
 namespace mkernel::cuda::moe {
@@ -11,23 +11,6 @@ namespace mkernel::cuda::moe {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kAhead = 8;  // loads of a lane under way
-constexpr unsigned kAll = 0xFFFFFFFFu;
-static_assert(kMaxRanks <= 32);
-
-// Returns the peers of this node that have experts of a token, a bit each. Called by all lanes of a warp.
-__device__ unsigned wanting(const PushArgs& args, int token) {
-    const Workspace& workspace = args.workspace;
-    const std::int32_t* const ids = args.ids + std::int64_t{token} * args.top_k;
-    unsigned ranks = 0;
-    for (int slot = static_cast<int>(threadIdx.x) % 32; slot < args.top_k; slot += 32) {
-        const int id = ids[slot];
-        if (id < 0 || id >= args.experts * workspace.world) continue;
-        const int rank = id / args.experts;
-        if (rank != workspace.rank && workspace.near(rank)) ranks |= 1u << rank;
-    }
-    return __reduce_or_sync(kAll, ranks);
-}
 
 // Blocks take pairs of multiprocessors, so that the remaining ones hold clusters of two.
 __global__ void MKERNEL_CLUSTER(2) __launch_bounds__(kThreads, 1)
@@ -40,24 +23,12 @@ __global__ void MKERNEL_CLUSTER(2) __launch_bounds__(kThreads, 1)
     for (int token =
              static_cast<int>(blockIdx.x) * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
          token < args.tokens; token += warps) {
-        const unsigned ranks = wanting(args, token);
-        if (ranks == 0) continue;
-        const char* const from = args.x + token * args.row_bytes;
+        const std::int32_t* const ids = args.ids + std::int64_t{token} * args.top_k;
+        const unsigned ranks =
+            wanting(workspace, ids, args.top_k, args.experts) & ~(1u << workspace.rank);
         const std::int64_t to = (before + token) * args.row_bytes;
-        for (std::int64_t at = threadIdx.x % 32 * 16; at < args.row_bytes; at += kAhead * 512) {
-            uint4 found[kAhead];
-#pragma unroll
-            for (int i = 0; i < kAhead; ++i) {
-                if (at + i * 512 < args.row_bytes) found[i] = ptx::load_16(from + at + i * 512);
-            }
-            for (unsigned left = ranks; left != 0; left &= left - 1) {
-                char* const there = workspace.data(__ffs(static_cast<int>(left)) - 1) + to + at;
-#pragma unroll
-                for (int i = 0; i < kAhead; ++i) {
-                    if (at + i * 512 < args.row_bytes) ptx::store_16(there + i * 512, found[i]);
-                }
-            }
-        }
+        copy_row(args.x + token * args.row_bytes, args.row_bytes, ranks,
+                 [&](int rank) { return workspace.data(rank) + to; });
     }
     transport::fence_system();
     __syncthreads();

@@ -3,7 +3,7 @@
 // Data flow of one call on rank r, one cluster of blocks (one block on devices without clusters), each warp of which
 // has a run of one rank's places:
 //   topk_ids (own) ──▶ every rank's workspace, then flag W + r there is set to the epoch; of ranks of other
-//        nodes both are host/moe/far_slots.hpp's
+//        nodes both are crossing.hpp's, whose lists are waited for too
 //   ids of all ranks ──▶ words of the handle; how many places of each run each expert of r has
 //   those counts ──sums over runs, then over experts──▶ the first row of each run and expert
 //   ids ──▶ row of each place, place of each row: stable by source, token, slot
@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "backends/accelerators/cuda/device/workspace.cuh"
+#include "backends/accelerators/cuda/kernels/moe/crossing_lists.hpp"
 #include "backends/accelerators/cuda/kernels/moe/tables.cuh"
 #include "backends/transport/host_control.hpp"
 
@@ -26,6 +27,7 @@ struct RoutingArgs {
     Workspace workspace;
     transport::WaitLimits limits;
     Tables tables;
+    Crossing crossing;
     const std::int32_t* own_ids;  // [tokens, top_k]
     std::uint64_t ids_offset;     // of [W, tokens, top_k] in the data area
     std::uint64_t counts_offset;  // of scratch there, scratch_bytes()

@@ -24,6 +24,7 @@ void grouped(const DeviceWorld& world, const GroupedProduct& product, std::uint6
     args.workspace = workspace_of(world);
     args.limits = limits_of(world);
     args.tables = tables_of(product.sizes, product.routing);
+    args.crossing = crossing_of(product.sizes, product.row_bytes, product.pieces);
     args.a = reinterpret_cast<const char*>(product.a);
     args.out = reinterpret_cast<char*>(product.out);
     args.row_bytes = static_cast<std::int64_t>(product.row_bytes);

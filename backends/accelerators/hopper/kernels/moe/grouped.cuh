@@ -27,6 +27,7 @@
 #include <cuda_runtime.h>
 
 #include "backends/accelerators/cuda/device/workspace.cuh"
+#include "backends/accelerators/cuda/kernels/moe/crossing_lists.hpp"
 #include "backends/accelerators/cuda/kernels/moe/tables.cuh"
 #include "backends/accelerators/hopper/built_on.hpp"
 #include "backends/transport/host_control.hpp"
@@ -42,6 +43,7 @@ struct GroupedArgs {
     Workspace workspace;
     transport::WaitLimits limits;
     Tables tables;
+    Crossing crossing;
     const char* a;  // own tokens [tokens, row_bytes]; of rows that are ready, none
     char*
         permuted;  // [rows, row_bytes], which is what `rows` describes; null: rows are ready, or gathered
