@@ -65,7 +65,7 @@ class TestRun(Model):
 
     @property
     def kind(self) -> tuple[tuple[str, ...], int, int]:
-        """What was selected, the ranks a device, and the number of GPUs: of a kind the file has one."""
+        """Its selection, ranks a device and number of GPUs; of each kind the file has one run."""
         gpus = self.provenance["hardware"].get("gpus") or ()
         return self.selection, self.ranks_per_device, len(gpus)
 

@@ -18,7 +18,7 @@ _MOST = 4096
 
 
 class Sort(NamedTuple):
-    """What statistics tell apart of calls."""
+    """The properties by which statistics tell calls apart."""
 
     op: str
     accelerator: str

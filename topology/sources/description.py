@@ -62,8 +62,8 @@ class Link(Model):
 
 
 class DeviceKind(Link):
-    """What all devices of one kind have in common. Either ``kind``, or ``class`` and ``id``, by which
-    PCI tells what they are."""
+    """The properties that all devices of one kind share. Either ``kind``, or ``class`` and ``id``, by
+    which PCI tells what they are."""
 
     kind: KindName | None = None
     pci_class: Hex4 | None = Field(None, alias="class", description="without the interface: 0302")

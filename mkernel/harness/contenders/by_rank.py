@@ -21,9 +21,10 @@ from mkernel.harness.problem import Inputs, Tensors
 
 @dataclass(frozen=True)
 class Dispatched:
-    """What came to a rank. ``tokens``: by source and number; ``scales``: of e4m3 ones; ``weights``: of
-    their slots; ``routing``: their slots that this rank's experts take; ``handle``: what the way home
-    needs."""
+    """The tokens that came to a rank, by source and number, with what is known of them.
+
+    ``scales``: of e4m3 ones. ``weights``: of their slots. ``routing``: their slots that this rank's
+    experts take. ``handle``: what the way home needs."""
 
     tokens: torch.Tensor
     scales: torch.Tensor | None

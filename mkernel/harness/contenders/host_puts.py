@@ -51,6 +51,7 @@ class PutExchange:
         assert world.backends.nic is not None
         assert world.backends.verbs is not None
         self._rank, self._world, self._device = problem.rank, problem.world, problem.device
+        self._module: Any = torch.get_device_module(self._device)
         self._slot = -(-nbytes // _ALIGNED) * _ALIGNED
         self._calls = 0
         timeout_s = world.settings.timeout_s
@@ -62,7 +63,7 @@ class PutExchange:
             self._session.close()
             raise
         self._memory = torch.from_numpy(self._port.memory.bytes)
-        self._pinned = self._device.type == "cuda" and self._pin()
+        self._pinned = self._device.type != "cpu" and self._pin()
 
     def _joined(self, timeout_s: float) -> Port:
         session = self._session
@@ -88,16 +89,18 @@ class PutExchange:
         return found
 
     def _pin(self) -> bool:
-        cuda: Any = torch.cuda
-        memory = self._port.memory
-        failed = cuda.cudart().cudaHostRegister(memory.address, memory.nbytes, 0)
+        """Have a runtime that knows how pin the memory, without which copies to it are slow."""
+        if not hasattr(self._module, "cudart"):
+            return False
+        memory, module = self._port.memory, self._module
+        failed = module.cudart().cudaHostRegister(memory.address, memory.nbytes, 0)
         if int(failed) != 0:
             raise BackendUnavailable(f"cudaHostRegister of {memory.nbytes} bytes failed: {failed}")
         return True
 
     def __call__(self, arriving: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
         """Send ``parts[rank]`` to each rank, and receive what it sends here in ``arriving[rank]``."""
-        if capturing(torch.get_device_module(self._device)):
+        if capturing(self._module):
             raise Unsupported("the host exchanges what it puts: not in a graph")
         half = (1 + self._calls % _HALVES) * self._world
         self._calls += 1
@@ -127,7 +130,7 @@ class PutExchange:
 
     def _finish(self) -> None:
         if self._device.type != "cpu":
-            torch.get_device_module(self._device.type).current_stream().synchronize()
+            self._module.current_stream().synchronize()
 
     def close(self) -> None:
         """Close the session, when no peer puts here any more. Collective."""
@@ -135,8 +138,7 @@ class PutExchange:
         distributed.barrier()
         self._session.close()
         if self._pinned:
-            cuda: Any = torch.cuda
-            cuda.cudart().cudaHostUnregister(self._port.memory.address)
+            self._module.cudart().cudaHostUnregister(self._port.memory.address)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
