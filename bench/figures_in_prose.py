@@ -461,6 +461,16 @@ ELSEWHERE: dict[str, tuple[tuple[str, str], ...]] = {
         ("400000 is 400 Gb/s", "an example of a setting"),
         ("`cut@100+40ms`", "an example of a setting"),
     ),
+    "docs/topologies.md": (
+        ("8 ConnectX-7 of 400 Gb/s InfiniBand", "nominal, as the preset's file says"),
+        ("32 EFA of 100 Gb/s", "nominal, as the preset's file says"),
+        ("16 EFA of 200 Gb/s", "nominal, as the preset's file says"),
+        ("4 EFA of 100 Gb/s", "nominal, as the preset's file says"),
+        ("8 ports of 200 Gb/s for GPUDirect-TCPXO", "nominal, as the preset's file says"),
+        ("63.0 GB/s upwards", "what the command prints of the example"),
+        ("PCIe 31.5 GB/s", "what the command prints of the example"),
+        ("400 Gb/s Ethernet · PCIe 63.0 GB/s", "what the command prints of the example"),
+    ),
     "docs/writing-a-backend.md": (("in slices of 50 ms", "mkernel/world/calls.py"),),
 }
 """Of a page: text with a figure, and where that figure is from."""

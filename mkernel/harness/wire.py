@@ -12,8 +12,8 @@ from mkernel.topology.model import Nic
 from mkernel.topology.world_map import WorldMap
 
 _GBPS_PER_GBS = 8
-_MOE = ("moe_dispatch", "moe_dispatch_gemm", "moe_gemm_combine", "moe_combine")
-_OPS = (*GEMMS, *_MOE, "ring_attention")
+_DISPATCHES = ("moe_dispatch", "moe_dispatch_gemm")
+_OPS = (*GEMMS, *_DISPATCHES, "moe_gemm_combine", "moe_combine", "ring_attention")
 _EMULATED = "MKERNEL_SOFTVERBS_"
 _EMULATED_MBPS = _EMULATED + "BANDWIDTH_MBPS"
 
@@ -40,7 +40,8 @@ def wire_us(plan: LaunchPlan, world: WorldMap, rank: int) -> float | None:
     rates = [_gbps(nic) for nic in _nics(world, rank)]
     if not rates or None in rates:
         return None
-    sent = payloads(plan.op, plan.shape, plan.dtype, plan.world_size, whole_tokens=True)
+    whole = plan.op in _DISPATCHES
+    sent = payloads(plan.op, plan.shape, plan.dtype, plan.world_size, whole_tokens=whole)
     rate_gbs = sum(rate for rate in rates if rate is not None) / _GBPS_PER_GBS
     return (plan.nodes - 1) * sum(sent) / rate_gbs / 1e3
 

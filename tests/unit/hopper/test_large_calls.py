@@ -120,7 +120,7 @@ def test_calls_of_experts_are_launched_or_not_planned(backend: HopperAccelerator
         numbered = native().MoeSizes(world=world, tokens=tokens, top_k=top_k, experts=experts)
         if named and "bytes" not in named:
             with pytest.raises(ValueError, match=r"too many places|experts on a rank"):
-                numbered.dispatch_bytes(2 * hidden)
+                numbered.dispatch_bytes(2 * hidden, pieces=0)
     assert not any(found), [each for each in found if each][:5]
     assert said == {"bytes", "words", "experts on"}
 
