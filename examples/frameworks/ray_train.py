@@ -41,7 +41,7 @@ def losses(model: nn.Module, parameters: list[nn.Parameter], steps: int) -> list
 
 
 def work(options: dict) -> None:
-    """What each worker runs."""
+    """Train on one worker."""
     device = ray.train.torch.get_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)

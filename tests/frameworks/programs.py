@@ -30,7 +30,7 @@ LIMIT_S = 900
 
 
 class Framework(NamedTuple):
-    """What pip installs, call after call, and what Python runs then."""
+    """A program: what pip installs for it, call after call, and what Python runs then."""
 
     installs: tuple[str, ...]
     commands: tuple[str, ...]

@@ -18,7 +18,7 @@ OPTIONS = ("--kill-on-bad-exit=1",)
 
 
 def step(batch: Mapping[str, str], number: int) -> list[dict[str, str]]:
-    """What srun adds to each task's environment, by its manual (OUTPUT ENVIRONMENT VARIABLES)."""
+    """List what srun adds to each task's environment, by its manual (OUTPUT ENVIRONMENT VARIABLES)."""
     nodes, each = int(batch["SLURM_NNODES"]), int(batch["SLURM_NTASKS_PER_NODE"])
     everywhere = {
         "SLURM_STEP_ID": str(number), "SLURM_STEP_NODELIST": batch["SLURM_JOB_NODELIST"],

@@ -437,9 +437,9 @@ AGAIN_FAULTS = ("expert", "tail", "stale", "tables")
 """They are planted in a dispatch that uses a handle. ``tables`` are those of another routing.
 ``uncounted``, where a dispatch permutes, takes its rows for permuted from the start."""
 WANTED_FAULTS = ("stale", "unsent")
-"""Of tokens that go where they are wanted."""
+"""They are planted in tokens that go where they are wanted."""
 CROSSING_FAULTS = ("stale", "unsent")
-"""Of tokens that cross between nodes."""
+"""They are planted in tokens that cross between nodes."""
 
 
 def _spoil(fault: str, words: torch.Tensor, work: Any) -> None:

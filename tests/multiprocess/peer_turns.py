@@ -29,7 +29,7 @@ def wrong(
     case: Case | None = None,
     **where: Any,
 ) -> list[str]:
-    """What is wrong with two turns of a peer, in the memory of the first."""
+    """List what is wrong with two turns of a peer, in the memory of the first."""
     world = mkernel.world()
     case = case or case_of(op)(SIZES, "bfloat16", "bfloat16", options=options)
     if "scales" in options:

@@ -1,4 +1,4 @@
-"""What the log says of worlds, plans, fallbacks and failures, and that it is quiet unless asked."""
+"""The log names worlds, plans, fallbacks and failures, and is quiet unless asked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parsed(text: str) -> list[tuple[str, ...]]:
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What is shown on stderr."""
+    """Collect what is shown on stderr."""
     stream = io.StringIO()
     monkeypatch.setattr(log._shown, "stream", stream)
     yield stream

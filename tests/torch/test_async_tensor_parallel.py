@@ -147,7 +147,7 @@ def autocast(program: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def widened(x: Tensor, v: Tensor, y: Tensor, w: Tensor) -> Tensor:
-    """What autocast's backward makes of the gradients of layers with one input."""
+    """Sum, as autocast's backward does, the gradients of layers with one input."""
     return (x @ v).float() + (y @ w).float()
 
 

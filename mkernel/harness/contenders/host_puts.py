@@ -35,7 +35,9 @@ _OWN_NODE = "between nodes of one rank each"
 def _unusable(problem: Problem) -> str | None:
     if problem.nodes == 1 or problem.nodes != problem.world:
         return _OWN_NODE
-    return None if current().backends.nic is not None else "the world has no NIC"
+    if current().backends.nic is None:
+        return "the world has no NIC"
+    return scales_without_product(problem)
 
 
 class PutExchange:
@@ -154,8 +156,7 @@ class HostPuts(Contender):
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        found = super().unusable(problem)
-        return found or _unusable(problem) or scales_without_product(problem)
+        return super().unusable(problem) or _unusable(problem)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -219,8 +220,7 @@ class HostPutsByRank(DispatchedByRank):
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
-        found = super().unusable(problem)
-        return found or _unusable(problem) or scales_without_product(problem)
+        return super().unusable(problem) or _unusable(problem)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
