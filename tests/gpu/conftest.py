@@ -73,8 +73,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _by_itself(request: pytest.FixtureRequest) -> None:
-    """What wants the GPUs to itself finds no ranks there that are kept for others."""
-    if request.node.get_closest_marker("alone") is not None:
+    """What wants the GPUs to itself finds no ranks there that are kept for others, unless idle ones do
+    not matter to it (``keeps_ranks``)."""
+    alone = request.node.get_closest_marker("alone")
+    if alone is not None and not alone.kwargs.get("keeps_ranks", False):
         kept_ranks.close()
 
 

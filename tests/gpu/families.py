@@ -22,9 +22,9 @@ from moe_ranks import GATHERED, IN_ORDER, IN_PIECES, PERMUTED, WANTED, Moe
 from test_fp8_on_gpus import FUSED, PROMOTED, drawn_scaled
 from test_fp8_on_gpus import MIXED as SCALED_BY_LIBRARY
 from test_hopper_nodes import ATTENTION as ATTENTION_OF_NODES
+from test_hopper_nodes import DIRECT, NICS
 from test_hopper_nodes import EXPERTS as EXPERTS_OF_NODES
 from test_hopper_nodes import MIXED as PRODUCTS_OF_NODES
-from test_hopper_nodes import NICS, direct
 from test_node_exchanges import SHARED
 from test_parts_on_gpus import MIXED as IN_PARTS
 from test_parts_on_gpus import drawn as drawn_parts
@@ -84,7 +84,7 @@ class Family:
             call = self.around, shapes, fn, *arguments
         if self.decisions is not None:
             call = calls.decided, self.decisions, *call
-        run = mkernel.launch if self.around or self.nic else kept_ranks.run
+        run = mkernel.launch if self.around else kept_ranks.run
         found: list[Any] = run(
             *call, nodes=world[0], ranks_per_node=world[1], accelerator=self.accelerator,
             nic=self.nic, verbs="soft" if self.nic else None, timeout_s=TOLD_S,
@@ -425,7 +425,7 @@ def between_nodes(nic: str) -> dict[str, Family]:
         f"{name}-direct": replace(
             each,
             environment={**each.environment, "MKERNEL_NIC_SETTINGS__GPUDIRECT": "1"},
-            marks=(direct, pytest.mark.alone),
+            marks=DIRECT,
         )
         for name, each in into_device.items()
     }

@@ -55,7 +55,9 @@ def relaying(shapes: Any, fn: Any, *arguments: Any) -> Any:
 
     with mock.patch.object(planner.arguments, "exchanges", exchanges):
         planner._planned.cache_clear()
-        return fn(shapes, *arguments)
+        found = fn(shapes, *arguments)
+    planner._planned.cache_clear()
+    return found
 
 
 def early(rows: int) -> Decisions:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import calls
+import kept_ranks
 import moe_ranks
 import nodes_ranks
 import pytest
@@ -48,7 +49,7 @@ direct = pytest.mark.skipif(
     reason="where processes take turns on a GPU, a copy of the mover at times does not end within 10 s "
     "while kernels run, and the emulated device then fails (DEVICE_FATAL); run it under MPS",
 )
-DIRECT = (direct, pytest.mark.alone)
+DIRECT = (direct, pytest.mark.alone(keeps_ranks=True))
 both = pytest.mark.parametrize("route", [pytest.param("direct", marks=DIRECT), "staged"])
 """NICs read and write memory of the device, or of the host. Other tests take the usual one of an
 emulated NIC, which is staged."""
@@ -66,12 +67,15 @@ def launched(
     ranks: int = 1,
     timeout_s: float = TOLD_S,
     accelerator: str = "hopper",
+    fresh: bool = False,
 ) -> list[Any]:
-    """What each rank of these nodes finds."""
-    return mkernel.launch(
+    """Return what each rank of these nodes finds. ``fresh``: in processes of its own."""
+    run = mkernel.launch if fresh else kept_ranks.run
+    found: list[Any] = run(
         fn, *arguments, nodes=nodes, ranks_per_node=ranks, accelerator=accelerator, nic=nic,
         verbs="soft", timeout_s=timeout_s,
     )  # fmt: skip
+    return found
 
 
 @nics
@@ -107,7 +111,7 @@ def test_every_byte_of_another_node_came_through_the_nic(
         assert put == expected
 
 
-@pytest.mark.alone
+@pytest.mark.alone(keeps_ranks=True)
 @direct
 def test_what_a_nic_wrote_is_flushed_before_it_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device holds back what it wrote into device memory until the flush; without one, results are

@@ -9,7 +9,7 @@ import pytest
 from device_buffers import takes_ranks
 from hopper_ranks import Shape
 from in_world import TOLD_S
-from test_hopper_nodes import MIXED, both, direct, launched, nics, take
+from test_hopper_nodes import DIRECT, MIXED, both, direct, launched, nics, take
 
 from mkernel.launch import host_store
 
@@ -35,7 +35,7 @@ def judge_broken(
     _store, port = host_store(2, TOLD_S)
     outcomes = launched(
         nodes_ranks.break_and_rebuild, port, nic, fault, shape, next_nic, timeout_s,
-        nic=next_nic or nic,
+        nic=next_nic or nic, fresh=True,
     )  # fmt: skip
     for raised, message, seconds, goes_on in outcomes:
         assert raised == kind, message
@@ -88,14 +88,14 @@ def test_a_nic_that_tells_before_the_bytes_are_there(
         assert [bool(failures) for failures in each] == [fault] * len(EARLY), each
 
 
-@pytest.mark.alone
+@pytest.mark.alone(keeps_ranks=True)
 @direct
 @nics
 @pytest.mark.parametrize("flush", [True, False], ids=["honest", "left out"])
 def test_a_flush_that_is_left_out(flush: bool, nic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     take("direct", monkeypatch)
     monkeypatch.setenv("MKERNEL_SOFTVERBS_UNFLUSHED", "1")
-    for failures in launched(nodes_faults_ranks.unflushed, EARLY, flush, nic=nic):
+    for failures in launched(nodes_faults_ranks.unflushed, EARLY, flush, nic=nic, fresh=True):
         assert bool(failures) != flush
 
 
@@ -144,10 +144,7 @@ def test_a_peer_without_receives(
     ("fault", "route"),
     [
         *((f"{kind}@20", "staged") for kind in ("drop", "cut", "stall", "qp-error", "cq-overflow")),
-        *(
-            pytest.param(fault, "direct", marks=[direct, pytest.mark.alone])
-            for fault in ("cut@20", "qp-error@20")
-        ),
+        *(pytest.param(fault, "direct", marks=DIRECT) for fault in ("cut@20", "qp-error@20")),
     ],
 )
 def test_a_nic_error_in_mid_kernel(
