@@ -93,12 +93,12 @@ group() { # NAME ARGUMENT...: tests whose output goes to a log, since groups run
 tests() { # RANKS_PER_DEVICE
     export MKERNEL_RANKS_PER_DEVICE=$1
     logs=$(mktemp -d)
-    local limit=(${GROUP_SECONDS:+timeout --signal INT --kill-after 20 "$GROUP_SECONDS"})
+    local limit=(${GROUP_SECONDS:+timeout --signal INT --kill-after 60 "$GROUP_SECONDS"})
     local here=tests/gpu gpus
     gpus=$(nvidia-smi --list-gpus | wc -l)
-    # Processes take turns on a GPU: more than four workers a pair gain nothing. Consecutive tests of a
-    # worker share its kept ranks.
-    group beside $here -n $((gpus > 3 ? gpus / 2 * 4 : 4)) --dist worksteal \
+    # Processes take turns on a GPU, but many tests are the host's work. Consecutive tests of a worker
+    # share its kept ranks.
+    group beside $here -n $((gpus > 3 ? gpus / 2 * 6 : 6)) --dist worksteal \
         --gpus-per-worker $((gpus > 1 ? 2 : 1)) -m "not alone and not wide"
     [ "$gpus" -lt 4 ] || group wide $here -n 3 --dist worksteal -m "not alone and wide"
     local apart=()
