@@ -28,6 +28,7 @@ from mkernel.plan.missing import WhatIf
 from mkernel.plan.model import (
     E4M3,
     BiasStep,
+    CombineShape,
     CommonPart,
     DispatchShape,
     GemmCombineShape,
@@ -41,6 +42,7 @@ from mkernel.plan.model import (
     Prediction,
     Schedule,
     Shape,
+    sums_of,
 )
 from mkernel.plan.ops import canonical
 from mkernel.plan.pipeline import Exchange, Pipeline, Returns
@@ -342,7 +344,9 @@ class Plans:
         Unsupported."""
         if "hierarchical" not in self.exchanges:
             return self.exchanges
-        nbytes = relay_bytes(self.op, shape, self.dtype, self.world.nodes)
+        # Sums of a combine alone may be as wide as those that backends add up.
+        sums = sums_of(self.dtype, self.dtype) if isinstance(shape, CombineShape) else None
+        nbytes = relay_bytes(self.op, shape, self.dtype, self.world.nodes, sums)
         if not nbytes:
             return self.exchanges
         devices = (one for node in self.world.kinds.prototypes for one in node.accelerators)

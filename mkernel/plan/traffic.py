@@ -218,7 +218,7 @@ class Way:
         exchange: the exchange between nodes.
         returns: the way home of results of GEMM+combine.
         whole_tokens: all tokens of a dispatch go to every rank; sums of all tokens, and weights for
-            them, to and from every rank of other nodes.
+            them, to and from every rank of other nodes, or hierarchically every other node.
         one_exchange: partial results of an all-reduce go whole to every rank.
         partials, results: dtypes in which partial results and their sums travel. None: the same as the
             operands'.
@@ -416,12 +416,14 @@ def _of_tokens(
     if way.whole_tokens:  # by rank, those of a combine alone in float32
 
         def far(owner: int, other: int) -> float:
-            whole = owner // ranks_per_node != other // ranks_per_node
-            return shape.tokens if whole else tokens.to_rank(owner, other)
+            across = owner // ranks_per_node != other // ranks_per_node
+            return shape.tokens if across else tokens.to_rank(owner, other)
 
         if isinstance(shape, CombineShape):
             row = width * of_sums
-        home, weights = Flow(False, far, far, row), weights._replace(pair=far, node=far)
+        whole, relays = _everyone(shape.tokens), way.exchange == "hierarchical"
+        home = Flow(False, tokens.to_rank if relays else far, whole, row)
+        weights = weights._replace(pair=whole if relays else far, node=whole)
     if by_rank:
         return home, weights
     if way.exchange == "hierarchical":  # the rank that adds up a node's results weights them

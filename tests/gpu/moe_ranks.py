@@ -17,8 +17,9 @@ from calls import LATE_S, Decisions, Tensors, spin
 from few_elements import EPS_OF_SUMS, experts_right, rounded_once
 
 import mkernel
-from mkernel.backends.accelerators.cuda.capabilities import DISPATCHES
+from mkernel.backends.accelerators.cuda.capabilities import MOE
 from mkernel.backends.accelerators.cuda.moe import executors as backend
+from mkernel.backends.accelerators.cuda.moe import nodes
 from mkernel.backends.accelerators.hopper.moe import executors as products
 from mkernel.backends.contracts.scaled import dequantised, quantised_blocks, spread
 from mkernel.cases import case_of, poison
@@ -47,11 +48,11 @@ IN_PIECES: Decisions = {"moe.tuning": {"piece_rows": 70}}
 
 
 def relaying(shapes: Any, fn: Any, *arguments: Any) -> Any:
-    """Call ``fn`` where tokens of dispatches, and of no other op, cross by relays."""
+    """Call ``fn`` where tokens and sums cross by relays, in no other op."""
     choices = planner.arguments.exchanges
 
     def exchanges(wanted: str, op: Any, *world: int) -> Any:
-        return choices("hierarchical" if op in DISPATCHES else wanted, op, *world)
+        return choices("hierarchical" if op in MOE else wanted, op, *world)
 
     with mock.patch.object(planner.arguments, "exchanges", exchanges):
         planner._planned.cache_clear()
@@ -223,10 +224,10 @@ class Work(calls.Work):
             wrong += self._quantised(turn, found["values"], found["scales"], rows)
         if "home" not in found:
             return wrong
-        # Narrow results, ranks' sums of them, then the sum of these are rounded, each as much; the
-        # library of `cuda` rounds products also where results are wide.
+        # Narrow results, ranks' sums of them, relayed ones' sums, then the sum of these are rounded,
+        # each as much; the library of `cuda` rounds products also where results are wide.
         by_library = mkernel.world().accelerator.name == "cuda"
-        roundings = 3 if self.shape.narrow else 1 + by_library
+        roundings = 3 + self._relayed() if self.shape.narrow else 1 + by_library
         limit = self.case.tolerances()["out"] * roundings**0.5
         between = found.get("slots of values", found.get("slots"))
         wanted, terms = self._home(turn, between)
@@ -275,6 +276,16 @@ class Work(calls.Work):
         if rest.count_nonzero() or not bool((scales[rows:] == 1).all()):
             wrong.append("rows behind the last one are not zero, or have other scales than 1")
         return wrong
+
+    def _relayed(self) -> bool:
+        """Return whether a node's sums are rounded on their way to another."""
+        if mkernel.world().identity.nodes == 1:
+            return False
+        plan = mkernel.plan(
+            "moe_gemm_combine", dtype=self.shape.dtype, out_dtype=self.shape.dtype,
+            partial_dtype=self.shape.dtype, **self.case.sizes,
+        )  # fmt: skip
+        return getattr(plan.schedule, "exchange", "direct") == "hierarchical"
 
     def rounded(self, name: str, got: torch.Tensor, turn: int) -> bool:
         """Return :func:`experts_right` of few different elements of ``outputs`` or ``out``."""
@@ -442,6 +453,8 @@ WANTED_FAULTS = ("stale", "unsent")
 """They are planted in tokens that go where they are wanted."""
 CROSSING_FAULTS = ("stale", "unsent")
 """They are planted in tokens that cross between nodes."""
+RELAYED_FAULTS = ("unadded", "old weights")
+"""They are planted in sums that are relayed, and in weights that are passed on for them."""
 
 
 def _spoil(fault: str, words: torch.Tensor, work: Any) -> None:
@@ -474,6 +487,7 @@ def planted(fault: str, work: Any) -> AbstractContextManager[object]:
     """Plant a fault in the backend. ``work``: a :class:`Work`, or ``rows_ranks``' one."""
     native, routed = backend.native(), list[torch.Tensor]()
     old, tables = work.given["x"].clone(), work.sent.handle.routing.clone()
+    old_weights = work.given["topk_weights"].clone()
     nobody = torch.full_like(work.given["topk_ids"], -1, dtype=torch.int32)
 
     def moe_route(*given: Any) -> None:
@@ -500,7 +514,13 @@ def planted(fault: str, work: Any) -> AbstractContextManager[object]:
     def moe_home(device: int, world: Any, home: Any, *rest: Any) -> None:
         if fault == "weights":  # of the token before
             work.given["topk_weights"].copy_(work.given["topk_weights"].roll(1, 0))
+        if fault == "unadded" and rest[0] == native.HomeStep.relay_sums:
+            return
         native.moe_home(device, world, home, *rest)
+
+    def send_far(device: int, world: Any, rows: int, *rest: Any) -> None:
+        of_call = old_weights.data_ptr() if fault == "old weights" else rows
+        native.send_far(device, world, of_call, *rest)
 
     def dispatched_rows(**given: Any) -> Any:
         if fault == "tables":  # of the call before
@@ -523,8 +543,8 @@ def planted(fault: str, work: Any) -> AbstractContextManager[object]:
         stack.enter_context(mock.patch.object(each, "start", partialmethod(noted, each.start)))
     stack.enter_context(
         calls.native_with(
-            backend, products, moe_route=moe_route, push_whole=push_whole, WantedTokens=wanted_tokens,
-            CrossingTokens=crossing_tokens,
+            backend, nodes, products, moe_route=moe_route, push_whole=push_whole,
+            WantedTokens=wanted_tokens, CrossingTokens=crossing_tokens, send_far=send_far,
             moe_home=moe_home, DispatchedRows=dispatched_rows, GroupedProduct=grouped_product,
         )
     )  # fmt: skip

@@ -18,6 +18,7 @@ from moe_ranks import Moe
 import mkernel
 from mkernel.backends.accelerators.cuda.schedule import PartsSchedule, TokenSchedule
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule
+from mkernel.cases import poison
 from mkernel.errors import WorldError
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.pipeline import Exchange
@@ -107,16 +108,20 @@ def _leaving(shape: Attention | Moe, work: Any) -> int:
     return 2 * wanted * shape.hidden + alone + sums + 3 * places
 
 
-def dispatched(shapes: list[Moe]) -> list[tuple[dict[int, float], dict[int, float], Exchange]]:
-    """Bytes that the NIC put to each rank for each dispatch, those that its plan says, and its
-    exchange."""
+def travelled(
+    shapes: list[Moe],
+) -> list[tuple[str, dict[int, float], dict[int, float], Exchange]]:
+    """Of each call of the three MoE ops: which it was, bytes that the NIC put to each rank, those that
+    its plan says, and its exchange."""
     world, found = mkernel.world(), []
-    nic, each, plans = world.nic, world.identity.ranks_per_node, list[LaunchPlan]()
-    launch = world.accelerator.launch
+    nic, each = world.nic, world.identity.ranks_per_node
+    launch, calls = world.accelerator.launch, list[tuple[LaunchPlan, dict[int, float]]]()
 
     def launched(call: Any) -> Any:
-        plans.append(call.plan)
-        return launch(call)
+        before, result = carried(), launch(call)
+        torch.cuda.synchronize()
+        calls.append((call.plan, dict(carried() - before)))
+        return result
 
     def carried() -> Counter[int]:
         assert nic is not None
@@ -126,16 +131,57 @@ def dispatched(shapes: list[Moe]) -> list[tuple[dict[int, float], dict[int, floa
     for shape in shapes:
         work = shape.work(3)
         work.fill(0)
-        before = carried()
+        calls.clear()
         with mock.patch.object(world.accelerator, "launch", launched):
-            work.dispatched()
+            work.call()
         mkernel.synchronize()
         ids = [work.moe._ids(rank, 0).tolist() for rank in range(world.size)]
-        routed = RoutedTokens(ids, shape.experts * world.size, plans[-1].nodes)
-        planned = traffic_of(plans[-1], routed).from_rank(world.rank)
-        far = {peer: n for peer, n in planned.items() if peer // each != world.rank // each}
-        found.append((dict(carried() - before), far, plans[-1].part(TokenSchedule).exchange))
+        routed = RoutedTokens(ids, shape.experts * world.size, world.identity.nodes)
+        for plan, put in calls:
+            planned = traffic_of(plan, routed).from_rank(world.rank)
+            far = {peer: n for peer, n in planned.items() if peer // each != world.rank // each}
+            how: Any = plan.schedule
+            found.append((plan.op, put, far, how.exchange))
     return found
+
+
+def overlapped(shape: Moe) -> tuple[int, int]:
+    """Return how many pieces of other ranks' tokens had come here in a dispatch+GEMM when the first row
+    of its outputs was there, and how many come in all. The NIC raises a signal for each, and one before
+    for each rank's ids."""
+    world, work = mkernel.world(), shape.work(4)
+    nic, plans = world.nic, list[LaunchPlan]()
+    assert nic is not None
+    launch, beside = world.accelerator.launch, torch.cuda.Stream()
+
+    def launched(call: Any) -> Any:
+        plans.append(call.plan)
+        return launch(call)
+
+    work.fill(0)
+    with mock.patch.object(world.accelerator, "launch", launched):
+        work.dispatched()  # plans, and loads what a call needs
+    mkernel.synchronize()
+    each, how = world.identity.ranks_per_node, plans[-1].part(TokenSchedule)
+    peers = (world.size - each) // (each if how.exchange == "hierarchical" else 1)
+    assert nic.flush(TOLD_S)
+    work.fill(1)
+    torch.cuda.synchronize()
+    before = nic.statistics().signals_raised
+    sent = work.dispatched()
+    seen = torch.empty(1, dtype=sent.outputs.dtype, pin_memory=True)
+    end = time.monotonic() + TOLD_S
+    with torch.cuda.stream(beside):
+        while True:
+            seen.copy_(sent.outputs[0, :1], non_blocking=True)
+            beside.synchronize()
+            if poison.count(seen) == 0:
+                break
+            assert time.monotonic() < end, "no first tile"
+    came = nic.statistics().signals_raised - before - peers
+    mkernel.synchronize()
+    assert not work.failure(1, {"outputs": sent.outputs, "counts": sent.counts})
+    return came, peers * how.pieces
 
 
 def _put(work: Any) -> tuple[list[str], int]:

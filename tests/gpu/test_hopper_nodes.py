@@ -20,6 +20,7 @@ from moe_ranks import IN_PIECES, Moe
 
 import mkernel
 from mkernel.backends import registry
+from mkernel.backends.accelerators.cuda.capabilities import MOE
 from mkernel.settings import load
 
 pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
@@ -146,22 +147,23 @@ several = pytest.mark.parametrize(
 @both
 @pytest.mark.parametrize("accelerator", ["hopper", "cuda"])
 @pytest.mark.parametrize("exchange", ["direct", "hierarchical"])
-def test_the_bytes_of_dispatches_are_the_planned_ones(
+def test_the_bytes_of_experts_are_the_planned_ones(
     exchange: str, accelerator: str, nodes: int, ranks: int, route: str, nic: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """They are so to every rank, whatever the routing: each token crosses once to each rank that wants
-    it, or once to each node."""
+    it, or once to each node, and sums and weights of all tokens to each rank, or node."""
     take(route, monkeypatch)
     monkeypatch.setenv("MKERNEL_EXCHANGE", exchange)
     gated = [replace(each, activation=None, layout="row") for each in EXPERTS]
     found = launched(
-        calls.decided, IN_PIECES, nodes_ranks.dispatched, gated, nic=nic, nodes=nodes, ranks=ranks,
+        calls.decided, IN_PIECES, nodes_ranks.travelled, gated, nic=nic, nodes=nodes, ranks=ranks,
         accelerator=accelerator,
     )  # fmt: skip
     for rank, of_rank in enumerate(found):
-        for carried, planned, taken in of_rank:
-            assert carried == planned
+        assert {op for op, *_ in of_rank} == set(MOE)
+        for op, carried, planned, taken in of_rank:
+            assert carried == planned, op
             assert taken == (exchange if ranks > 1 else "direct")
             if exchange == "hierarchical":
                 assert {peer % ranks for peer in carried} == {rank % ranks}
@@ -180,6 +182,57 @@ def test_faults_of_tokens_that_cross_are_seen(
         moe_ranks.planted, nic=nic, nodes=nodes, ranks=ranks,
     )  # fmt: skip
     assert [set(each) for each in found] == [set(faults)] * len(found)
+
+
+@nics
+@both
+@takes_ranks(4)
+def test_faults_of_sums_that_are_relayed_are_seen(
+    route: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(route, monkeypatch)
+    faults = moe_ranks.RELAYED_FAULTS
+    found = launched(
+        calls.decided, IN_PIECES, moe_ranks.relaying, EXPERTS[1:2], calls.faulty, faults,
+        moe_ranks.planted, nic=nic, nodes=2, ranks=2,
+    )  # fmt: skip
+    assert [set(each) for each in found] == [set(faults)] * len(found)
+
+
+@nics
+@several
+def test_too_many_rows_are_refused_across_relays_and_the_world_goes_on(
+    nodes: int, ranks: int, nic: str
+) -> None:
+    """Outputs are zeros then, and combined tokens NaN, also in a replayed graph."""
+    shape = Moe(40, 64, 64, 2, 2)
+    none_failed(
+        launched(
+            calls.decided, {"moe.tuning": {"piece_rows": 7}}, moe_ranks.relaying, shape,
+            moe_ranks.overflowed, nic=nic, nodes=nodes, ranks=ranks,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.alone
+@several
+@pytest.mark.parametrize("pieces", [16, 1])
+def test_the_last_token_leaves_when_the_first_tile_has_been_multiplied(
+    pieces: int, nodes: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a NIC that takes seconds for all tokens, which leave one behind the other, not half of the
+    pieces have come by then, and relays pass each on. As one piece all tokens come first. Tiles of own
+    rows alone, which would show nothing, are left out."""
+    monkeypatch.setenv("MKERNEL_SOFTVERBS_BANDWIDTH_MBPS", "1")
+    shape = Moe(800, 512, 256, 4, 2, capacity=4 * 800 * 2)
+    tuned = {"moe.tuning": {"piece_rows": 800 // pieces, "early_tiles": 0}}
+    found = launched(
+        calls.decided, tuned, moe_ranks.relaying, shape, nodes_ranks.overlapped, nic="cx7", nodes=nodes,
+        ranks=ranks, fresh=True,
+    )  # fmt: skip
+    for came, whole in found:
+        assert whole % pieces == 0
+        assert came < whole / 2 if pieces > 1 else came == whole
 
 
 @nics

@@ -57,29 +57,41 @@ def traits(**changes: bool) -> Iterator[None]:
         yield
 
 
+PASSED = -1
+"""Stands for a chunk that a relay passes on, among the sources whose tokens are multiplied."""
+
+
 @contextmanager
 def sources() -> Iterator[list[int | None]]:
-    """Note in which order sources' tokens are multiplied."""
+    """Note in which order sources' tokens are multiplied, and when chunks are passed on."""
     seen: list[int | None] = []
+
+    def passed(*given: Any) -> torch.Tensor:
+        seen.append(PASSED)
+        return relayed(*given)
 
     def noted(*given: Any) -> Iterator[int | None]:
         for source in as_they_come(*given):
             seen.append(source)
             yield source
 
-    as_they_come = moe._as_they_come
+    as_they_come, relayed = moe._as_they_come, relay.relayed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "_as_they_come", noted)
+        patch.setattr(relay, "relayed", passed)
         yield seen
 
 
 def near_first() -> list[int | None]:
-    """Dispatch with tokens for everyone; return in which order sources are multiplied."""
+    """Dispatch with tokens for everyone; return in which order sources are multiplied. A relay passes
+    its last chunk on when the first products have been started."""
     world = mkernel.world()
     ids = torch.arange(world.size).repeat(8, 1).int()
     with traits(overlaps=True), sources() as seen:
         mkernel.moe_dispatch_gemm(torch.ones(8, 24), ids, torch.ones(1, 24, 17))
-    return seen
+    first = next(at for at, source in enumerate(seen) if source not in (None, PASSED))
+    assert PASSED in seen[first:]
+    return [source for source in seen if source != PASSED]
 
 
 def judged(every: Sequence[Case]) -> list[str]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mkernel.backends.accelerators.cuda.attention import tuning as attention_tuning
 from mkernel.backends.accelerators.cuda.capabilities import (
     ATTENTION,
-    DISPATCHES,
     HOPPER,
     MOE,
     MOST_RANKS,
@@ -249,7 +248,7 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
             "only_library_ops": library_ops(),
             "one_node_ops": one_node_ops(),
             "prefetch_ops": PREFETCHES,
-            "hierarchical_ops": DISPATCHES,
+            "hierarchical_ops": MOE,
             "far_returns": ("ranks",),
             "routing_of_ids": True,
             "reuses_routing": "in_one_node",

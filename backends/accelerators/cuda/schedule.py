@@ -198,9 +198,14 @@ class RowsSchedule(TokenSchedule):
 class ReturnSchedule(Schedule):
     """The schedule of results that come home. Between nodes they do so as sums by rank, of all tokens
     of each rank of another node, in ``pieces``, each of which leaves as soon as it is summed; in one
-    node there are none."""
+    node there are none. Hierarchically (``exchange``) a rank adds up those of its node for the ranks
+    in its place, rounds the sums, of which it keeps ``relay_bytes``, to ``node_sums``, and sends them
+    instead."""
 
     pieces: int = Field(0, ge=0, le=MOST_PIECES)
+    exchange: Exchange = "direct"
+    relay_bytes: int = Field(0, ge=0)
+    node_sums: DtypeName | None = None
 
     @property
     def whole_tokens(self) -> bool:

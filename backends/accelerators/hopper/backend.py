@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 from mkernel.backends.accelerators.cuda import native_kernels
 from mkernel.backends.accelerators.cuda.backend import CudaAccelerator
 from mkernel.backends.accelerators.cuda.capabilities import (
-    DISPATCHES,
     HOPPER,
+    MOE,
     OPS,
     fused_scale_modes,
     ops,
@@ -65,6 +65,6 @@ class HopperAccelerator(CudaAccelerator):
             "fused_scale_modes": fused_scale_modes(),
             "fused_float32_scale_modes": fused_scale_modes(),
             "scaled_experts": True,
-            "hierarchical_ops": (*OPS, *DISPATCHES),
+            "hierarchical_ops": (*OPS, *MOE),
             "activations": get_args(Activation),
         }

@@ -71,9 +71,14 @@ inline int __popc(unsigned bits) {
 inline int __ffs(int bits) {
     return bits == 0 ? 0 : std::countr_zero(static_cast<unsigned>(bits)) + 1;
 }
-inline std::int32_t __ldcv(const std::int32_t* at) {
+template <class Value>
+Value __ldcv(const Value* at) {
     return *at;
 }
+inline float __int_as_float(int bits) {
+    return std::bit_cast<float>(bits);
+}
+int __syncthreads_and(int);  // of kernels that no test runs
 template <class Value>
 Value min(Value a, Value b) {
     return a < b ? a : b;

@@ -1,24 +1,17 @@
 // Tokens that cross between nodes, by the code of the kernels: all ranks of a world are here, threads stand for those of
 // blocks, and a thread a rank for its proxy and NIC.
-#include <algorithm>
-#include <cstdlib>
-#include <cstring>
-#include <map>
-#include <random>
 #include <set>
-#include <string>
 
-#include "tests/native/cuda/host_kernels.hpp"
+#include "tests/native/cuda/host_ranks.hpp"
 
 #include "backends/accelerators/cuda/kernels/moe/crossing.cuh"
 #include "backends/accelerators/cuda/kernels/moe/token_rows.cuh"
-#include "backends/transport/fifo.hpp"
-#include "tests/native/nics/check.hpp"
 
 namespace cuda = mkernel::cuda;
 namespace moe = mkernel::cuda::moe;
 namespace transport = mkernel::transport;
 using mkernel::host_kernels::launch;
+using mkernel::host_kernels::Ranks;
 
 namespace {
 
@@ -50,78 +43,47 @@ struct Reads {
     bool waits;
 };
 
-struct Rank {
-    explicit Rank(const Shape& shape)
-        : base(static_cast<char*>(std::calloc(1, cuda::kDataOffset + shape.area_bytes()))),
-          staging(shape.staged ? shape.area_bytes() : 0),
-          words(cuda::kNetworkWords),
-          expected(cuda::kNetworkWords),
-          ring(256),
-          tickets(transport::FifoTickets::of(ring.memory())),
-          x(shape.slot()),
-          ids(std::size_t(shape.tokens) * shape.top_k) {}
-    ~Rank() { std::free(base); }
-    Rank(const Rank&) = delete;
-    Rank& operator=(const Rank&) = delete;
-    char* area() { return staging.empty() ? base + cuda::kDataOffset : staging.data(); }
-
-    char* base;
-    std::vector<char> staging;
-    std::vector<transport::AddedWord> words;
-    std::vector<transport::ExpectedCount> expected;
-    transport::FifoRing ring;
-    transport::FifoTickets tickets;
+struct Tokens {
     std::vector<char> x;
     std::vector<std::int32_t> ids;
-    transport::HostControl host{};
-    std::map<int, std::uint64_t> put;  // bytes, by peer
 };
 
 class World {
   public:
-    explicit World(const Shape& shape) : shape_(shape) {
-        for (int rank = 0; rank < shape.world(); ++rank) {
-            ranks_.push_back(std::make_unique<Rank>(shape));
-        }
-        for (auto& each : ranks_) {
-            reinterpret_cast<cuda::Control*>(each->base)->state.epoch = 1;
-        }
-        proxy_ = std::thread([this] { carry(); });
-    }
-    ~World() {
-        stop_ = true;
-        proxy_.join();
+    explicit World(const Shape& shape)
+        : shape_(shape),
+          ranks_(shape.nodes, shape.local, shape.staged, shape.area_bytes(), shape.lists_offset()),
+          tokens_(shape.world(), {std::vector<char>(shape.slot()),
+                                  std::vector<std::int32_t>(shape.tokens * shape.top_k)}) {
+        ranks_.held = [this](std::uint32_t word) {
+            const moe::CrossingLists lists{nullptr, shape_.world(), shape_.tokens, shape_.pieces};
+            const std::int64_t flag = std::int64_t{word} - cuda::kFirstArrival - lists.flag(0, 0);
+            const bool last = flag >= 0 && flag % shape_.pieces == shape_.pieces - 1;
+            return last && started_ < shape_.world();
+        };
     }
 
-    // Runs one call on all ranks.
+    // Runs one call on all ranks. No rank's last piece leaves before all have read the rows of their first expert.
     void call(unsigned seed) {
         std::mt19937 random(seed);
-        for (auto& each : ranks_) {
-            for (char& byte : each->x) byte = static_cast<char>(random());
-            for (int token = 0; token < shape_.tokens; ++token) draw(*each, token, random);
-            std::memset(each->base + cuda::kDataOffset, 0x5A, shape_.outbox_offset());
-            each->put.clear();
-        }
-        std::vector<std::thread> running;
+        started_ = 0;
         for (int rank = 0; rank < shape_.world(); ++rank) {
-            running.emplace_back([this, rank] { send_and_land(rank); });
-            running.emplace_back([this, rank] { read(rank); });
+            for (char& byte : tokens_[rank].x) byte = static_cast<char>(random());
+            for (int token = 0; token < shape_.tokens; ++token) {
+                draw(tokens_[rank], token, random);
+            }
+            std::memset(ranks_[rank].data(), 0x5A, shape_.outbox_offset());
         }
-        for (std::thread& each : running) each.join();
+        ranks_.run([this](int rank) { send_and_land(rank); }, [this](int rank) { read(rank); });
         for (int rank = 0; rank < shape_.world(); ++rank) {
             judge_bytes(rank);
-            for (int word = 0; word < static_cast<int>(cuda::kNetworkWords); ++word) {
-                Rank& here = *ranks_[rank];
-                if (here.words[word].value != here.expected[word].value)
-                    CHECK(!"a word not counted");
-            }
-            ++reinterpret_cast<cuda::Control*>(ranks_[rank]->base)->state.epoch;
+            ++ranks_.control(rank).state.epoch;
         }
     }
 
   private:
     // Of a token: different experts, some of which are nobody's; at times of one rank alone, or none.
-    void draw(Rank& rank, int token, std::mt19937& random) const {
+    void draw(Tokens& rank, int token, std::mt19937& random) const {
         const int all = shape_.world() * shape_.experts;
         std::vector<std::int32_t> experts(all);
         for (int i = 0; i < all; ++i) experts[i] = i;
@@ -134,9 +96,8 @@ class World {
         }
     }
 
-    [[nodiscard]] bool near(int a, int b) const { return a / shape_.local == b / shape_.local; }
     [[nodiscard]] bool wants(int source, int token, int first, int ranks) const {
-        const Rank& from = *ranks_[source];
+        const Tokens& from = tokens_[source];
         for (int slot = 0; slot < shape_.top_k; ++slot) {
             const int id = from.ids[token * shape_.top_k + slot];
             if (id >= first * shape_.experts && id < (first + ranks) * shape_.experts) return true;
@@ -144,33 +105,11 @@ class World {
         return false;
     }
 
-    [[nodiscard]] cuda::Workspace workspace(int rank) const {
-        cuda::Workspace made{};
-        made.rank = rank, made.world = shape_.world(), made.local = shape_.local;
-        made.first = rank / shape_.local * shape_.local;
-        for (int other = 0; other < shape_.world(); ++other) {
-            if (near(rank, other)) made.base[other] = ranks_[other]->base;
-        }
-        Rank& own = *ranks_[rank];
-        const transport::FifoRingMemory& ring = own.ring.memory();
-        made.network.fifo = {ring.slots, ring.tail, &own.tickets, ring.capacity};
-        made.network.words = own.words.data();
-        made.network.expected = own.expected.data();
-        made.network.area = own.area();
-        made.network.rank = rank;
-        made.network.staged = shape_.staged;
-        made.network.ordered = true;
-        return made;
-    }
-    [[nodiscard]] transport::WaitLimits limits(int rank) const {
-        return {&ranks_[rank]->host, 60'000'000'000u, 1};
-    }
-
     void send_and_land(int rank) {
-        const Rank& own = *ranks_[rank];
+        const Tokens& own = tokens_[rank];
         const moe::CrossingArgs args{
-            .workspace = workspace(rank),
-            .limits = limits(rank),
+            .workspace = ranks_.workspace(rank),
+            .limits = ranks_.limits(rank),
             .crossing = {shape_.lists_offset(), shape_.pieces},
             .x = own.x.data(),
             .ids = own.ids.data(),
@@ -192,10 +131,10 @@ class World {
     // Reads, as the next kernels do, the rows of each expert in turn as soon as they may: those of tokens of one other
     // rank at a time.
     void read(int rank) {
-        Rank& own = *ranks_[rank];
+        const Tokens& own = tokens_[rank];
         const int top_k = shape_.top_k;
         const int places = shape_.world() * shape_.tokens * top_k;
-        Reads reads{.workspace = workspace(rank),
+        Reads reads{.workspace = ranks_.workspace(rank),
                     .tables = {},
                     .crossing = {shape_.lists_offset(), shape_.pieces},
                     .a = own.x.data(),
@@ -207,43 +146,44 @@ class World {
         tables.words = words.data();
         for (int place = 0; place < places; ++place) {
             const int id =
-                ranks_[place / (shape_.tokens * top_k)]->ids[place % (shape_.tokens * top_k)];
+                tokens_[place / (shape_.tokens * top_k)].ids[place % (shape_.tokens * top_k)];
             tables.ids()[place] = id >= shape_.world() * shape_.experts ? -1 : id;
         }
         const auto lists = moe::lists_for(reads);
-        const auto waiter =
-            cuda::waiter_of(reads.workspace, limits(rank), transport::Waiter::compute_kernel);
+        const auto waiter = cuda::waiter_of(reads.workspace, ranks_.limits(rank),
+                                            transport::Waiter::compute_kernel);
         const std::uint64_t epoch = reads.workspace.control().state.epoch;
         CHECK(waiter.until(reads.workspace.flags(rank)[lists.listed_flag()], epoch, {0, 0, 0}));
         for (int other = 0; other < shape_.world(); ++other) {  // whose tokens nobody sends here
-            if (near(other, rank)) reads.workspace.flags(rank)[other].set(epoch);
+            if (ranks_.near(other, rank)) reads.workspace.flags(rank)[other].set(epoch);
         }
         int rows = 0;
         for (int expert = 0; expert < shape_.experts; ++expert) {
             const int first = rows;
             for (int place = 0; place < places; ++place) {
                 if (tables.ids()[place] != rank * shape_.experts + expert) continue;
-                if (near(place / (shape_.tokens * top_k), rank)) continue;
+                if (ranks_.near(place / (shape_.tokens * top_k), rank)) continue;
                 tables.row_place()[rows++] = place;
             }
             if (rows == first) continue;
             moe::wait_for_tokens(reads, waiter, epoch, first, rows - first);
             for (int row = first; row < rows; ++row) {
                 const int token = tables.row_place()[row] / top_k;
-                const char* const from = ranks_[token / shape_.tokens]->x.data() +
+                const char* const from = tokens_[token / shape_.tokens].x.data() +
                                          token % shape_.tokens * shape_.row_bytes;
                 CHECK(std::memcmp(moe::token_row(reads, row), from, shape_.row_bytes) == 0);
             }
+            if (first == 0) ++started_;
         }
+        CHECK(rows > 0);  // else nothing would start
         moe::wait_for_all_tokens(reads, waiter, epoch);
-        CHECK(own.host.record.code == 0);
     }
 
     // A rank's puts: its ids, and each token once to each rank, or each node on the own rail, that wants it.
     void judge_bytes(int rank) {
         for (int peer = 0; peer < shape_.world(); ++peer) {
             const bool exchanges =
-                !near(rank, peer) &&
+                !ranks_.near(rank, peer) &&
                 (!shape_.hierarchical || peer % shape_.local == rank % shape_.local);
             std::uint64_t bytes = 0;
             if (exchanges) {
@@ -255,35 +195,14 @@ class World {
                     }
                 }
             }
-            CHECK(ranks_[rank]->put[peer] == bytes);
-        }
-    }
-
-    void carry() {
-        while (!stop_) {
-            bool any = false;
-            for (auto& each : ranks_) {
-                transport::PutCommand command;
-                while (each->ring.pop(command)) {
-                    any = true;
-                    Rank& peer = *ranks_[command.peer];
-                    CHECK(command.remote_offset + command.bytes <= shape_.lists_offset());
-                    CHECK(command.local_offset + command.bytes <= shape_.area_bytes());
-                    std::memcpy(peer.area() + command.remote_offset,
-                                each->area() + command.local_offset, command.bytes);
-                    each->put[static_cast<int>(command.peer)] += command.bytes;
-                    peer.words[command.signal].add(command.value);
-                    each->ring.release();
-                }
-            }
-            if (!any) std::this_thread::sleep_for(std::chrono::microseconds(100));
+            CHECK(ranks_[rank].put[peer] == bytes);
         }
     }
 
     Shape shape_;
-    std::vector<std::unique_ptr<Rank>> ranks_;
-    std::atomic<bool> stop_ = false;
-    std::thread proxy_;
+    std::atomic<int> started_ = 0;
+    Ranks ranks_;
+    std::vector<Tokens> tokens_;
 };
 
 void crosses(const Shape& shape) {

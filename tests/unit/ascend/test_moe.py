@@ -13,7 +13,8 @@ from mkernel.backends.accelerators.ascend import AscendLaunch, _ascend
 from mkernel.backends.accelerators.ascend.moe import MoeDispatchOp, balanced_ids, table_words
 from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES
 from mkernel.backends.accelerators.ascend.schedule import CombineSchedule, DispatchSchedule
-from mkernel.backends.accelerators.ascend.timeline import model
+from mkernel.backends.accelerators.ascend.timeline import model, replayed_spans
+from mkernel.backends.accelerators.ascend.trace import NO_CHUNK, Kind
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.transport._transport import AbortCode
 from mkernel.cases.base import Case
@@ -327,6 +328,20 @@ def test_balanced_routing_is_balanced() -> None:
     counts = torch.bincount(ids.flatten().long(), minlength=32)
     assert counts.min() == counts.max()
     assert all(len(set(slots.tolist())) == 4 for slots in ids.view(-1, 4))
+
+
+@pytest.mark.parametrize(("chunk", "overlaps"), [(16, True), (512, False)])
+def test_the_last_token_leaves_when_tiles_are_multiplied(chunk: int, overlaps: bool) -> None:
+    """So the modelled call says, of every rank: as one chunk all tokens leave before the first tile of
+    other nodes' rows, which here all tiles have."""
+    plan = moe_plan(nodes=2, ranks_per_node=2, tokens=512, hidden=1024, features=256, chunk=chunk)
+    _, spans = replayed_spans(traces(plan), A3)
+    for rank in range(plan.world_size):
+        own = spans[spans["rank"] == rank]
+        tokens = own[(own["kind"] == Kind.NIC_PUT) & (own["chunk"] != NO_CHUNK)]
+        left = tokens["start_ns"].max()
+        started = own["start_ns"][own["kind"] == Kind.TMATMUL].min()
+        assert (left > started) == overlaps, (left, started)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -31,8 +31,10 @@ from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import Unsupported
 from mkernel.plan.missing import of_op
 from mkernel.plan.model import GemmCombineShape, LaunchPlan
+from mkernel.plan.shapes import size_names
 from mkernel.plan.traffic import RoutedTokens, relay_bytes, traffic_of
 
+COMBINES = MOE[len(DISPATCHES) :]
 FAR = ("put_tokens", "land_tokens", "send_far", "send_outbox", "land_far")
 MODEL = {"hidden": 7168, "features": 2048, "experts": 256, "top_k": 8}
 
@@ -129,7 +131,7 @@ def test_sums_leave_behind_the_product(started: Started) -> None:
     assert not {name for name, _ in started.names} & set(FAR)
 
 
-@pytest.mark.parametrize("op", ["moe_combine", "moe_gemm_combine"])
+@pytest.mark.parametrize("op", COMBINES)
 def test_sums_leave_piece_by_piece(started: Started, op: str) -> None:
     run(called(planned(op, chunk=5)))  # of 12 tokens
     pieces = [("moe_home", MAIN), ("send_outbox", MAIN)] * 3
@@ -138,6 +140,23 @@ def test_sums_leave_piece_by_piece(started: Started, op: str) -> None:
     assert (home["first"], home["end"], home["pieces"]) == (8, 12, 3)
     sent = [each[-1] for each in started.told if each[0] == "send_outbox"]
     assert sent == [0, 1, 2]
+
+
+@pytest.mark.parametrize("op", COMBINES)
+def test_relays_add_a_piece_behind_that_of_their_neighbours(
+    started: Started, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece that a relay adds leaves before it adds the next one, and while ranks make that."""
+    plan = planned(op, each=EACH, exchange="hierarchical", chunk=5)  # of 12 tokens
+    here = SimpleNamespace(of_call=lambda *given: None)
+    monkeypatch.setattr(moe, "device_world", lambda *given: here)
+    steps = []
+    started.moe_home = lambda *given: steps.append(given[3].name)  # type: ignore[method-assign]
+    started.send_outbox = lambda *given, piece: steps.append(piece)  # type: ignore[method-assign]
+    start(plan, relayed_call(plan, 1, torch.zeros(12, SIZES["top_k"], dtype=torch.int32)))
+    rows, relay = "sum_rows", "relay_sums"
+    assert steps == [rows, rows, relay, 0, rows, relay, 1, relay, 2, "sum_ranks"]
+    assert (started.given["Home"]["hierarchical"], started.given["Home"]["first"]) == (True, 8)
 
 
 def test_a_combine_alone_adds_by_rank_in_float32(started: Started) -> None:
@@ -181,7 +200,7 @@ def test_areas(started: Started, op: str) -> None:
         else:
             row_bytes = 4 * SIZES["features"]
         whole, outbox = sizes.home_bytes(row_bytes, True), 2 * SIZES["tokens"] * row_bytes
-        slots = [sizes.far_weights(), sizes.far_sums(row_bytes, 1)]
+        slots = [sizes.far_weights(False), sizes.far_sums(row_bytes, 1, False)]
         assert offset + sizes.outbox_offset(row_bytes) == whole
     found = HopperAccelerator().workspace(direct)
     assert (found.areas, found.staging) == ((whole + outbox,), 0)
@@ -262,15 +281,17 @@ class Puts:
             self.sent[peer] += 4 * count * top_k + int(wanted.sum()) * tokens.row_bytes
 
     def send_far(self, device: int, world: Any, rows: int, slots: Any, stream: int) -> None:
-        self._to_all(slots.bytes)
+        self._to_all(slots, slots.bytes)
 
     def send_outbox(
         self, device: int, world: Any, outbox: int, slots: Any, stream: int, piece: int
     ) -> None:
-        self._to_all(slots.bytes_of(piece))
+        self._to_all(slots, slots.bytes_of(piece))
 
-    def _to_all(self, nbytes: int) -> None:
+    def _to_all(self, slots: Any, nbytes: int) -> None:
         for peer in range(RANKS):
+            if slots.relayed and peer % EACH != self._rank % EACH:
+                continue
             if peer // EACH != self._rank // EACH:
                 self.sent[peer] += nbytes
 
@@ -285,7 +306,7 @@ class Puts:
 @pytest.mark.usefixtures("started")
 @pytest.mark.parametrize(
     ("op", "exchange"),
-    [*((op, "direct") for op in MOE), *((op, "hierarchical") for op in DISPATCHES)],
+    [(op, exchange) for op in MOE for exchange in ("direct", "hierarchical")],
 )
 def test_planned_bytes_are_those_that_calls_put(
     op: str, exchange: str, made: Any, monkeypatch: pytest.MonkeyPatch
@@ -304,9 +325,7 @@ def test_planned_bytes_are_those_that_calls_put(
             monkeypatch.setattr(each, "native", lambda module=module: module)
         monkeypatch.setattr(moe, "device_world", lambda *given: SimpleNamespace(of_call=print))
         call = relayed_call(plan, rank, ids[rank])
-        context: Any = DispatchContext(0, one_node.Order(), 64)  # type: ignore[arg-type]
-        context.reports = one_node.Reports()
-        HopperAccelerator.executor_of(plan)(call, context).start(call, MAIN)
+        start(plan, call)
         far = {
             peer: n for peer, n in traffic.from_rank(rank).items() if peer // EACH != rank // EACH
         }
@@ -314,6 +333,12 @@ def test_planned_bytes_are_those_that_calls_put(
         if op in DISPATCHES:
             travels = [each for each in module.started if each.endswith(("tokens", "wanted"))]
             assert travels == ["put_tokens", "push_wanted", "land_tokens"]
+
+
+def start(plan: LaunchPlan, call: Call) -> None:
+    context: Any = DispatchContext(0, one_node.Order(), 64)  # type: ignore[arg-type]
+    context.reports = one_node.Reports()
+    HopperAccelerator.executor_of(plan)(call, context).start(call, MAIN)
 
 
 def relayed_call(plan: LaunchPlan, rank: int, ids: torch.Tensor) -> Call:
@@ -360,17 +385,35 @@ def test_relays_are_claimed_and_taken_where_they_are_predicted_to_be_faster(back
     assert (
         backend().workspace(found["auto"]).areas[0] < backend().workspace(found["direct"]).areas[0]
     )
-    with pytest.raises(
-        Unsupported, match="does not run the exchange 'hierarchical' of 'moe_combine'"
-    ):
-        world.plan(
-            "moe_combine", one_node.sizes_of("moe_combine", {"experts": 16}), dtype="bfloat16",
-            exchange="hierarchical",
-        )  # fmt: skip
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize("backend", [HopperAccelerator, CudaAccelerator])
+@pytest.mark.parametrize("op", COMBINES)
+def test_sums_of_nodes_are_kept_and_rounded_as_the_plan_says(op: str, backend: Any) -> None:
+    """A relay keeps (nodes - 1) x tokens x row, in the dtype in which sums cross."""
+    changes = {name: size for name, size in MODEL.items() if name in size_names(op)}
+    sizes = one_node.sizes_of(op, {**changes, "tokens": 4096})
+    world = two_nodes(each=8, backend=backend)
+    found = {
+        exchange: world.plan(op, sizes, dtype="bfloat16", exchange=exchange)
+        for exchange in ("direct", "hierarchical", "auto")
+    }
+    how: Any = found["auto"].schedule
+    assert how == found["hierarchical"].schedule
+    shape, sums = found["auto"].shape, "float32" if op == "moe_combine" else "bfloat16"
+    row = MODEL["features"] * 4 if op == "moe_combine" else MODEL["hidden"] * 2
+    assert (how.exchange, how.node_sums, how.pieces) == ("hierarchical", sums, 16)
+    assert how.relay_bytes == relay_bytes(op, shape, "bfloat16", 2, how.node_sums) == 4096 * row
+    areas = {name: backend().workspace(plan).areas[0] for name, plan in found.items()}
+    assert areas["direct"] - areas["auto"] == 15 * 4096 * row
+    carried = {name: traffic_of(plan).sent(0, 8) for name, plan in found.items()}
+    assert carried["auto"] == carried["direct"] == 4096 * (row + 8 * 4)
+    assert traffic_of(found["auto"]).sent(0, 9) == 0 < traffic_of(found["direct"]).sent(0, 9)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pydantic: values may be illegal
-@pytest.mark.parametrize("op", DISPATCHES)
+@pytest.mark.parametrize("op", MOE)
 def test_no_field_of_relays_is_decoration(
     started: Started, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,9 +430,7 @@ def test_no_field_of_relays_is_decoration(
         call = replace(usual_call, plan=plan)
         world.admit(plan, dict(call.tensors))
         needs = world.accelerator.workspace(plan)
-        context: Any = DispatchContext(0, one_node.Order(), 64)  # type: ignore[arg-type]
-        context.reports = one_node.Reports()
-        HopperAccelerator.executor_of(plan)(call, context).start(call, MAIN)
+        start(plan, call)
         return [needs, *started.told]
 
     assert decorations(usual, launch) == []

@@ -110,10 +110,11 @@ __device__ inline void finish_call(const Workspace& workspace,
     move_on(control, epoch);
 }
 
-// Signals to every peer of this node, before the end of the call and by flag W + r there, that this rank has
+// Signals to every peer of this node, before the end of the call and by that flag there, that this rank has
 // written what it has for them: for one kernel of several in a call. Called by one thread of every block,
 // after all the block's threads are done and have fenced (`fence_system`).
-__device__ inline void tell_peers(const Workspace& workspace, std::uint64_t epoch) {
+__device__ inline void tell_peers(const Workspace& workspace, std::uint64_t epoch,
+                                  std::uint32_t flag) {
     if (workspace.world == 1) return;
     Control& control = workspace.control();
     transport::fence_system();
@@ -123,7 +124,7 @@ __device__ inline void tell_peers(const Workspace& workspace, std::uint64_t epoc
     for (int step = 1; step < workspace.world; ++step) {
         const int peer = (workspace.rank + step) % workspace.world;
         if (!workspace.near(peer)) continue;
-        workspace.flags(peer)[workspace.world + workspace.rank].set_fenced(epoch);
+        workspace.flags(peer)[flag].set_fenced(epoch);
     }
 }
 

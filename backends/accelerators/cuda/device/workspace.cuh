@@ -100,7 +100,7 @@ struct Workspace {
     __host__ __device__ char* data(int of) const { return base[of] + kDataOffset; }
 };
 
-inline Rails rails_of(const Workspace& workspace, bool hierarchical) {
+__host__ __device__ inline Rails rails_of(const Workspace& workspace, bool hierarchical) {
     return {workspace.rank, workspace.world / workspace.local, workspace.local, hierarchical};
 }
 

@@ -41,7 +41,8 @@ from mkernel.backends.accelerators.cuda.moe.nodes import (
     FarRanks,
     crossing_of,
     outbox_bytes,
-    sum_pieces,
+    returning_of,
+    sums_bytes,
 )
 from mkernel.backends.accelerators.cuda.moe.tuning import check_size, row_bytes
 from mkernel.backends.accelerators.cuda.native_kernels import native
@@ -178,7 +179,8 @@ class MoeExecutor:
         tokens: tuple[int, int] = (0, 0),
     ) -> _kernels.Home:
         """Return the arguments of a step of what comes home. ``tokens``: the first and the end of those
-        of each rank that a step by rank sums."""
+        of each rank that a step by rank sums, or relays."""
+        how, exchanges = returning_of(self._plan), self._exchanges(call)
         made: _kernels.Home = native().Home(
             sizes=self._sizes,
             routing=call.tensors["routing"].data_ptr(),
@@ -188,11 +190,12 @@ class MoeExecutor:
             width=out.shape[1],
             first=tokens[0],
             end=tokens[1],
-            pieces=sum_pieces(self._plan),
+            pieces=how.pieces,
             half=self._plan.out_dtype == "float16",
             wide=wide,
             by_rank=by_rank,
-            waits=self._exchanges(call),
+            waits=exchanges,
+            hierarchical=exchanges and how.exchange == "hierarchical",
             blocks=blocks,
         )
         return made
@@ -397,8 +400,8 @@ class CombineBase(MoeExecutor):
         made, device, world, plan = native(), self._context.device, self._of_call(call), self._plan
         weights, out = call.tensors["topk_weights"], call.tensors["out"]
         written, steps = writable(out), made.HomeStep
-        far = FarRanks(device, self._sizes, row_bytes)
-        exchanges = self._exchanges(call)
+        how, exchanges = returning_of(plan), self._exchanges(call)
+        far = FarRanks(device, self._sizes, row_bytes, how)
         forked = exchanges and self._push(
             call, stream, self._copy(call, weights, weights.nbytes),
             lambda beside: far.send_weights(world, weights, beside),
@@ -408,15 +411,25 @@ class CombineBase(MoeExecutor):
             if forked and plan.nodes > 1:  # sums would keep out the kernel that sets their flags
                 forked = False
                 self._context.order.join(stream)
-            count, pieces = len(weights), sum_pieces(plan) if exchanges else 0
+            count, pieces = len(weights), how.pieces if exchanges else 0
             each = -(-count // max(pieces, 1))
-            for piece in range(max(pieces, 1)):
-                tokens = piece * each, min((piece + 1) * each, count)
-                home = self._home(call, y, written, blocks, wide=wide, by_rank=True, tokens=tokens)
-                made.moe_home(device, world, home, steps.sum_rows, stream)
-                if pieces:
-                    far.send_sums(world, pieces, piece, stream)
-            made.moe_home(device, world, home, steps.sum_ranks, stream)
+            homes = [
+                self._home(
+                    call, y, written, blocks, wide=wide, by_rank=True,
+                    tokens=(piece * each, min((piece + 1) * each, count)),
+                )
+                for piece in range(max(pieces, 1))
+            ]  # fmt: skip
+            # Relays add a piece of their node's sums while their neighbours make the next one.
+            behind = 1 if exchanges and how.exchange == "hierarchical" else 0
+            for piece in range(len(homes) + behind):
+                if piece < len(homes):
+                    made.moe_home(device, world, homes[piece], steps.sum_rows, stream)
+                if behind and piece:
+                    made.moe_home(device, world, homes[piece - 1], steps.relay_sums, stream)
+                if pieces and piece >= behind:
+                    far.send_sums(world, piece - behind, stream)
+            made.moe_home(device, world, homes[-1], steps.sum_ranks, stream)
         finally:
             if forked:
                 self._context.order.join(stream)
@@ -445,7 +458,7 @@ class CombineExecutor(CombineBase):
         assert isinstance(shape, CombineShape)
         by_rank = plan.nodes > 1
         row_bytes = shape.features * DTYPE_BYTES["float32" if by_rank else plan.dtype]
-        return returns_workspace(plan, shape.tokens, row_bytes, by_rank=by_rank)
+        return returns_workspace(plan, row_bytes, by_rank=by_rank)
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one call on a stream."""
@@ -458,11 +471,12 @@ class CombineExecutor(CombineBase):
             self._by_slot(call, stream, y, blocks)
 
 
-def returns_workspace(plan: LaunchPlan, tokens: int, row_bytes: int, *, by_rank: bool) -> Workspace:
-    """Return the symmetric memory in which ``tokens`` of each rank get results, in rows of so many
-    bytes; between nodes with an outbox."""
+def returns_workspace(plan: LaunchPlan, row_bytes: int, *, by_rank: bool) -> Workspace:
+    """Return the symmetric memory in which tokens of each rank get results, in rows of so many bytes;
+    between nodes with an outbox."""
+    returning_of(plan)
     nbytes = sizes_of_plan(plan).home_bytes(row_bytes, by_rank)
-    return workspace_of(plan, nbytes, plan.world_size * tokens * row_bytes)
+    return workspace_of(plan, nbytes, sums_bytes(plan))
 
 
 def sizes_of_plan(plan: LaunchPlan) -> _kernels.MoeSizes:

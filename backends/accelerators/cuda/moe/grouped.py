@@ -57,7 +57,7 @@ class LibraryCombineExecutor(CombineBase):
         assert isinstance(shape, GemmCombineShape)
         by_rank = how.returns == "ranks"
         row_bytes = shape.hidden * DTYPE_BYTES[shape.partial_dtype if by_rank else plan.dtype]
-        return returns_workspace(plan, shape.tokens, row_bytes, by_rank=by_rank)
+        return returns_workspace(plan, row_bytes, by_rank=by_rank)
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one call on a stream."""

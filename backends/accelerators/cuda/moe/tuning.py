@@ -34,6 +34,7 @@ from mkernel.plan.model import (
     CombineShape,
     CommonPart,
     DispatchShape,
+    DtypeName,
     GemmCombineShape,
     MoeShape,
     Schedule,
@@ -76,13 +77,13 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         found, pushing = with_tokens(request, found, push_blocks)
         crossing = crossing_of(plan, found.pipeline)
         return found._replace(schedule=RowsSchedule(blocks=blocks, push_blocks=pushing, **crossing))
-    pieces = sum_pieces(plan, request.chunk)
+    home = returning(plan, found.pipeline, request.chunk)
     if isinstance(plan.shape, GemmCombineShape):
         made: Schedule = LibraryCombineSchedule(
-            sum_blocks=blocks, returns=found.pipeline.returns, pieces=pieces
+            sum_blocks=blocks, returns=found.pipeline.returns, **home
         )
         return found._replace(schedule=made)
-    return found._replace(schedule=CombineSchedule(sum_blocks=blocks, pieces=pieces))
+    return found._replace(schedule=CombineSchedule(sum_blocks=blocks, **home))
 
 
 def with_tokens(
@@ -114,11 +115,18 @@ def piece_rows(plan: CommonPart, chunk: int | None) -> int:
     return min(shape.tokens, max(least, -(-shape.tokens // MOST_PIECES)))
 
 
-def sum_pieces(plan: CommonPart, chunk: int | None) -> int:
-    """Return the pieces that sums for a rank of another node travel in; 0: there is one node.
-    ``chunk``: as of :func:`piece_rows`."""
-    assert isinstance(plan.shape, Moe)
-    return 0 if plan.nodes == 1 else -(-plan.shape.tokens // piece_rows(plan, chunk))
+def returning(plan: CommonPart, pipeline: Pipeline, chunk: int | None) -> dict[str, Any]:
+    """Return the fields of a :class:`ReturnSchedule`. ``chunk``: as of :func:`piece_rows`."""
+    shape = plan.shape
+    assert isinstance(shape, CombineShape | GemmCombineShape)
+    if plan.nodes == 1:
+        return {}
+    found: dict[str, Any] = {"pieces": -(-shape.tokens // piece_rows(plan, chunk))}
+    if pipeline.exchange == "direct":
+        return found
+    sums: DtypeName = "float32" if isinstance(shape, CombineShape) else shape.partial_dtype
+    kept = relay_bytes(plan.op, shape, plan.dtype, plan.nodes, sums)
+    return {**found, "exchange": "hierarchical", "relay_bytes": kept, "node_sums": sums}
 
 
 def crossing_of(plan: CommonPart, pipeline: Pipeline) -> dict[str, Any]:

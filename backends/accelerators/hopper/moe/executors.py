@@ -157,7 +157,7 @@ class GemmCombineExecutor(_Multiplies, CombineBase):
         assert isinstance(shape, GemmCombineShape)
         row_bytes = shape.hidden * DTYPE_BYTES[shape.partial_dtype]
         by_rank = how.returns == "ranks"
-        return returns_workspace(plan, shape.tokens, row_bytes, by_rank=by_rank)
+        return returns_workspace(plan, row_bytes, by_rank=by_rank)
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one call on a stream."""

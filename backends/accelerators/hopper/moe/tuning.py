@@ -20,8 +20,8 @@ from mkernel.backends.accelerators.cuda.moe.tuning import (
     check_scaled,
     check_size,
     crossing_of,
+    returning,
     row_bytes,
-    sum_pieces,
     travel_us,
     with_tokens,
 )
@@ -76,7 +76,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
             blocks=max(2, processors // 2 * 2 - (2 if plan.nodes > 1 else 0)),
             sum_blocks=processors * SUM_BLOCKS_A_CORE,
             returns=found.pipeline.returns,
-            pieces=sum_pieces(plan, request.chunk),
+            **returning(plan, found.pipeline, request.chunk),
         )
     return found._replace(schedule=made)
 

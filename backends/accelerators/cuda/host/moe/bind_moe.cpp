@@ -32,6 +32,7 @@ void bind_moe(py::module_& module) {
         .def_readonly("offset", &FarSlots::offset)
         .def_readonly("bytes", &FarSlots::bytes)
         .def("bytes_of", &FarSlots::bytes_of, "piece"_a)
+        .def_readonly("relayed", &FarSlots::relayed)
         .def_readonly("flag", &FarSlots::flag);
     py::class_<Sizes>(module, "MoeSizes")
         .def(py::init([](Word world, Word tokens, Word top_k, Word experts) {
@@ -41,8 +42,8 @@ void bind_moe(py::module_& module) {
         .def("table_words", &moe::table_words)
         .def("dispatch_bytes", &moe::dispatch_bytes, "row_bytes"_a, "pieces"_a)
         .def("home_bytes", &moe::home_bytes, "row_bytes"_a, "by_rank"_a)
-        .def("far_weights", &moe::far_weights)
-        .def("far_sums", &moe::far_sums, "row_bytes"_a, "pieces"_a)
+        .def("far_weights", &moe::far_weights, "hierarchical"_a)
+        .def("far_sums", &moe::far_sums, "row_bytes"_a, "pieces"_a, "hierarchical"_a)
         .def("outbox_offset", &moe::outbox_offset, "row_bytes"_a);
     py::class_<ReportBlock>(module, "ReportBlock")
         .def(py::init<>())
@@ -86,17 +87,18 @@ void bind_moe(py::module_& module) {
     py::class_<Home>(module, "Home")
         .def(py::init([](const Sizes& sizes, Address routing, Address y, Address weights,
                          Address out, Word width, Word first, Word end, Word pieces, bool half,
-                         bool wide, bool by_rank, bool waits, Word blocks) {
-                 return Home{sizes, routing, y,    weights, out,     width, first,
-                             end,   pieces,  half, wide,    by_rank, waits, blocks};
+                         bool wide, bool by_rank, bool waits, bool hierarchical, Word blocks) {
+                 return Home{sizes,  routing, y,    weights, out,   width,        first, end,
+                             pieces, half,    wide, by_rank, waits, hierarchical, blocks};
              }),
              py::kw_only(), "sizes"_a, "routing"_a, "y"_a, "weights"_a, "out"_a, "width"_a,
              "first"_a, "end"_a, "pieces"_a, "half"_a, "wide"_a, "by_rank"_a, "waits"_a,
-             "blocks"_a);
+             "hierarchical"_a, "blocks"_a);
     py::enum_<Step>(module, "HomeStep")
         .value("send_rows", Step::send_rows)
         .value("sum_slots", Step::sum_slots)
         .value("sum_rows", Step::sum_rows)
+        .value("relay_sums", Step::relay_sums)
         .value("sum_ranks", Step::sum_ranks);
 
     const auto released = py::call_guard<py::gil_scoped_release>();

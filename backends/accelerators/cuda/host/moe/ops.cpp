@@ -68,15 +68,16 @@ std::uint64_t home_bytes(const Sizes& sizes, std::uint64_t row_bytes, bool by_ra
     return kDataOffset + rows_offset(sizes, by_rank) + aligned(rows * row_bytes);
 }
 
-FarSlots far_weights(const Sizes& sizes) {
+FarSlots far_weights(const Sizes& sizes, bool hierarchical) {
     const std::uint64_t nbytes = places(sizes) / sizes.world * sizeof(float);
-    return {0, nbytes, 0, nbytes};
+    return {0, nbytes, 0, nbytes, hierarchical, hierarchical};
 }
 
-FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes, std::int32_t pieces) {
+FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes, std::int32_t pieces,
+                  bool hierarchical) {
     const CrossingLists lists{nullptr, sizes.world, sizes.tokens, pieces};
     return {rows_offset(sizes, true), sizes.tokens * row_bytes, lists.flag(0, 0),
-            lists.piece_rows() * row_bytes};
+            lists.piece_rows() * row_bytes, hierarchical};
 }
 
 std::uint64_t outbox_offset(const Sizes& sizes, std::uint64_t row_bytes) {
@@ -241,6 +242,7 @@ void bring_home(const DeviceWorld& world, const Home& home, Step step, std::uint
         .half = home.half,
         .wide = home.wide,
         .waits = home.waits,
+        .hierarchical = home.hierarchical,
     };
     const auto blocks = static_cast<std::uint32_t>(home.blocks);
     const cudaStream_t on = cuda::stream_at(stream);
@@ -251,6 +253,8 @@ void bring_home(const DeviceWorld& world, const Home& home, Step step, std::uint
             return sum_slots(args, blocks, on);
         case Step::sum_rows:
             return sum_rows(args, blocks, on);
+        case Step::relay_sums:
+            return relay_sums(args, blocks, on);
         case Step::sum_ranks:
             return sum_ranks(args, blocks, on);
     }

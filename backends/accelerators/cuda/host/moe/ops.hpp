@@ -45,9 +45,10 @@ std::uint64_t dispatch_bytes(const Sizes& sizes, std::uint64_t row_bytes, std::i
 std::uint64_t home_bytes(const Sizes& sizes, std::uint64_t row_bytes, bool by_rank);
 
 // The slots between nodes, which NICs write into, or staging memory of the same layout. After them, where
-// sums come by rank, is the outbox: those for each rank, [W, tokens, width].
-FarSlots far_weights(const Sizes& sizes);
-FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes, std::int32_t pieces);
+// sums come by rank, is the outbox: those for each rank, [W, tokens, width], or hierarchically for each peer of the rail.
+FarSlots far_weights(const Sizes& sizes, bool hierarchical);
+FarSlots far_sums(const Sizes& sizes, std::uint64_t row_bytes, std::int32_t pieces,
+                  bool hierarchical);
 std::uint64_t outbox_offset(const Sizes& sizes, std::uint64_t row_bytes);
 
 // Loads the kernels that calls between nodes start to the current device, before the first of those calls. A
@@ -135,10 +136,10 @@ struct Home {
     Sizes sizes;
     std::uint64_t routing, y, weights, out;
     std::int32_t width, first, end, pieces;
-    bool half, wide, by_rank, waits;
+    bool half, wide, by_rank, waits, hierarchical;
     std::int32_t blocks;
 };
-enum class Step : std::uint8_t { send_rows, sum_slots, sum_rows, sum_ranks };
+enum class Step : std::uint8_t { send_rows, sum_slots, sum_rows, relay_sums, sum_ranks };
 void bring_home(const DeviceWorld& world, const Home& home, Step step, std::uint64_t stream);
 
 }  // namespace mkernel::cuda::moe

@@ -24,8 +24,7 @@ __device__ inline CrossingLists lists_of(const CrossingArgs& args) {
 }
 
 __device__ inline Rails rails_in(const CrossingArgs& args) {
-    const Workspace& workspace = args.workspace;
-    return {workspace.rank, workspace.world / workspace.local, workspace.local, args.hierarchical};
+    return rails_of(args.workspace, args.hierarchical);
 }
 
 // Returns the group of a token in the list for `ranks` ranks from `first` on; -1: they do not want it.

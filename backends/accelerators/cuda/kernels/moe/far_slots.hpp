@@ -5,7 +5,8 @@
 //   a tensor of r ──copied──▶ slot r of the own area ──put──▶ slot r of every rank of another node
 //   word of rank s ──one block, which runs until all have come──▶ flag s; where areas are staged, that block
 //        copies slot s into the data area first
-// Slots may travel in pieces, each with its put, its word and its flag; they land in their order.
+// Slots may travel in pieces, each with its put, its word and its flag; they land in their order. Where ranks relay
+// (device/rails.cuh), slots go to and come from ranks of the own rail alone, and some are passed on to the whole node.
 //
 // A kernel that waits for a flag may take all multiprocessors, and so keep out the block that sets it. It
 // cannot where it starts after a wait for the first of that block's flags: then the block runs.
@@ -27,6 +28,8 @@ struct FarSlots {
     std::uint64_t offset, bytes;
     std::uint32_t flag;
     std::uint64_t piece_bytes;
+    bool relayed = false;    // they cross by rails
+    bool passed_on = false;  // a rank brings what crosses to it to all of its node
 
     [[nodiscard]] MKERNEL_HOST_DEVICE std::uint32_t pieces() const {
         return bytes <= piece_bytes
@@ -51,8 +54,9 @@ void load_far_slots();
 // All functions here queue on the current device's `stream`; may be captured. CudaError;
 // std::invalid_argument.
 
-// Puts a piece of the own area's bytes for slots, which are at `from` for the first rank of the world and `step` further
-// for each next one, into slot r of every rank of another node. Everything queued earlier on `stream` is put.
+// Puts a piece of the own area's bytes for slots, which are at `from` for the first rank of the world, or of the peers of
+// the rail, and `step` further for each next one, into slot r of every rank of another node, or of these peers.
+// Everything queued earlier on `stream` is put.
 void put_far(const Workspace& workspace, const transport::WaitLimits& limits, std::uint64_t from,
              std::uint64_t step, const FarSlots& slots, std::uint32_t piece, cudaStream_t stream);
 

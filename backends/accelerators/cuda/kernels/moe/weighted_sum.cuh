@@ -21,6 +21,10 @@ struct Sums {
 #pragma unroll
         for (int i = 0; i < 8; ++i) of[i] += weight * widen(elements[i]);
     }
+    __device__ void add(const Sums& more) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) of[i] += more.of[i];
+    }
     template <class In>
     __device__ void add(float weight, const char* from) {
         Eight<In> found;

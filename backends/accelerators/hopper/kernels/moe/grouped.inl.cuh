@@ -114,7 +114,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         finish_call(args.workspace, waiter, epoch);
         return;
     }
-    tell_peers(args.workspace, epoch);
+    const Workspace& workspace = args.workspace;
+    tell_peers(workspace, epoch, static_cast<std::uint32_t>(workspace.world + workspace.rank));
 }
 
 template <class Element>
