@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -174,6 +174,11 @@ class AcceleratorBackend(ABC):
     def probe(self) -> tuple[Accelerator, ...]:
         """Return the devices of this machine that the backend would use; empty if it is not usable.
         A simulator returns one prototype, of which the world makes as many as it has local ranks."""
+
+    def no_p2p(self, devices: Sequence[Accelerator]) -> tuple[tuple[str, str], ...]:
+        """Return the pairs, by id, of these devices of this machine that do not reach each other's
+        memory, besides those that the topology's sources report. Never raises."""
+        return ()
 
     def nic_access(self) -> Status | None:
         """Return whether NICs can be given the memory of this backend's devices here, so that
