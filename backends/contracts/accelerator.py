@@ -205,6 +205,12 @@ class AcceleratorBackend(ABC):
         own ``cards``; every rank passes the same nodes."""
         return ()
 
+    def measure(self, machine: Topology) -> MachineConstants | None:
+        """Measure the constants of this machine's devices, in seconds; None: the backend measures none,
+        and those of a rank on the CPU are taken (:mod:`mkernel.measure`). ``machine``: its topology.
+        BackendUnavailable: a device does not answer."""
+        return None
+
     @classmethod
     def schedule(cls, request: ScheduleRequest) -> Scheduled:
         """Return the backend's own part of a plan: everything its launches do that the common part

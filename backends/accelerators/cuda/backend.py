@@ -234,6 +234,15 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
         """Return the constants of devices of which only figures are known."""
         return machine().cards_of(topology)
 
+    def measure(self, machine: Topology) -> MachineConstants | None:
+        """Measure products, memory, copies and exchanges of the first device; all else follows from the
+        constants of its card, as far as these bound it."""
+        from mkernel.backends.accelerators.cuda.measuring import measured
+
+        devices, claims = self.probe(), self.capabilities()
+        every = claims.constants_by(None, self.cards_of(machine))
+        return measured(devices, every) if devices else None
+
     def _claims(self, there: tuple[int, int], processors: int) -> AcceleratorCapabilities:
         most = load_as(self.settings).multiprocessors
         processors = min(processors, most or processors)
