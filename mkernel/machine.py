@@ -11,23 +11,38 @@ from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.nic import NicBackend
 from mkernel.errors import BackendUnavailable
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.settings import Settings
 from mkernel.topology.discover import discover
-from mkernel.topology.model import Accelerator, Nic, Topology
+from mkernel.topology.model import Accelerator, KindName, Nic, Topology
 from mkernel.topology.placement import visible
 from mkernel.topology.rails import keep_rails
-from mkernel.topology.reshape import keep_accelerators, oversubscribe, split_into_nodes
+from mkernel.topology.reshape import (
+    keep_accelerators,
+    oversubscribe,
+    reached_together,
+    split_into_nodes,
+)
 from mkernel.world.identity import Backends
 
 
 def machine_topology(backends: Backends) -> Topology:
     """Return this machine as its drivers and the chosen backends see it (one node), without devices
     that the environment hides, and with only those of its RDMA ports that are rails."""
-    accelerator = registry.accelerator(backends.accelerator)
     nic = registry.nic(backends.nic) if backends.nic else None
-    nics = nic.probe(backends.verbs or "system") if nic else ()
+    return _topology(registry.accelerator(backends.accelerator), nic, backends.verbs or "system")
+
+
+def _topology(
+    accelerator: AcceleratorBackend, nic: NicBackend | None = None, verbs: str = "system"
+) -> Topology:
+    nics = nic.probe(verbs) if nic else ()
     devices = accelerator.probe()
-    found = discover(accelerators=devices, nics=nics).topology
+    found = _with_no_p2p(
+        discover(accelerators=devices, nics=nics).topology,
+        accelerator,
+        {one.kind for one in devices},
+    )
     if nic:
         found, _ = keep_rails(found, nic.name, nic.kinds or {port.kind for port in nics})
     if any(one.pci and not one.emulated for one in devices):
@@ -35,6 +50,47 @@ def machine_topology(backends: Backends) -> Topology:
     node = found.nodes[0]
     left = visible(node.accelerators, os.environ, {**_visibility(), **accelerator.visibility})
     return found.model_copy(update={"nodes": (keep_accelerators(node, left),)})
+
+
+def _with_no_p2p(
+    machine: Topology, accelerator: AcceleratorBackend, kinds: set[KindName]
+) -> Topology:
+    """Return the machine with the pairs of devices of these kinds that the backend reports as out of
+    each other's reach."""
+    node = machine.nodes[0]
+    own = [one for one in node.accelerators if one.kind in kinds and not one.emulated]
+    known = {frozenset(pair) for pair in node.no_p2p}
+    more = (pair for pair in accelerator.no_p2p(own) if frozenset(pair) not in known)
+    node = node.model_copy(update={"no_p2p": (*node.no_p2p, *more)})
+    return machine.model_copy(update={"nodes": (node,)})
+
+
+def ranks_together(
+    accelerator: AcceleratorBackend, ranks: int | None, settings: Settings
+) -> int | None:
+    """Return how many of a host's ranks, one after another, are on devices that reach each other's
+    memory, and so are a node. None: all of them, or the accelerator has no other way between them.
+
+    Args:
+        ranks: number of ranks on this host; None: one a device.
+    """
+    devices = accelerator.probe() if splits(accelerator.capabilities()) else ()
+    if not devices or devices[0].emulated:
+        return None
+    machine = _topology(accelerator)
+    if len(devices) > 1:  # otherwise each rank sees only its own
+        machine = shown(machine, devices)
+    node = oversubscribe(machine, settings.ranks_per_device).nodes[0]
+    kept = [one for one in node.accelerators if one.kind == devices[0].kind and not one.emulated]
+    ranks = len(kept) if ranks is None else ranks
+    each = reached_together((keep_accelerators(node, kept),), ranks)
+    return None if each == ranks else each
+
+
+def splits(claims: AcceleratorCapabilities) -> bool:
+    """Return whether ranks that do not reach each other's memory can be nodes of their own: kernels put
+    what crosses nodes, and it may rest in host memory."""
+    return not claims.process_group and claims.between_nodes and claims.stages
 
 
 def _visibility() -> dict[str, str]:

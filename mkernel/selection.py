@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from mkernel import machine
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.nic import NicBackend
@@ -52,6 +53,7 @@ def backends(
     verbs: str | None = None,
     op: str | None = None,
     ranks: int | None = None,
+    by_host: bool = False,
 ) -> Backends:
     """Return the backends of a world of ``nodes`` nodes on machines like this one.
 
@@ -61,6 +63,8 @@ def backends(
             used alone; or several in order (:func:`accelerator_names`).
         ranks: number of ranks of the world, if it is known.
         op: op that the accelerator must provide, if it is not named.
+        by_host: the nodes are ranks of one host that do not reach each other's memory: where verbs are
+            left open they are the software device, so that bytes rest in that host's memory.
 
     Raises:
         ArgumentError, UnknownBackend: a name is invalid, or not installed. BackendUnavailable: a
@@ -77,6 +81,8 @@ def backends(
         registry.nic(nic)  # even if it is not used, a misspelt name is reported
     if nodes == 1 or registry.accelerator(name).capabilities().process_group:
         return Backends(name, None, None, companions)
+    if by_host and (verbs or settings.verbs) == AUTO:
+        verbs = SOFT
     return Backends(name, *nic_and_verbs(settings, nic, verbs), companions)
 
 
@@ -129,6 +135,15 @@ def chosen_accelerator(nodes: int = 1, op: str | None = None, ranks: int | None 
     raise BackendUnavailable(
         f"accelerator 'auto' finds none that it may choose{_listed(verdicts)}; name one"
     )
+
+
+def accelerator_here(op: str, settings: Settings, nodes: int | None) -> str:
+    """Return the accelerator that ``auto`` chooses for an op of a world on this machine's devices,
+    which may be more nodes than one where they do not reach each other's memory."""
+    name = chosen_accelerator(nodes or 1, op)
+    backend = registry.accelerator(name)
+    found, _ = usual_world(backend, settings, nodes, None)
+    return name if backend.capabilities().provides(op, found) else chosen_accelerator(found, op)
 
 
 def named_for(op: str, given: str) -> str:
@@ -343,8 +358,12 @@ def usual_world(
     backend: AcceleratorBackend, settings: Settings, nodes: int | None, ranks_per_node: int | None
 ) -> tuple[int, int]:
     """Return the numbers of nodes and of ranks on each, if they are left open: all ranks that this
-    machine's devices take on one node; for emulated devices two nodes of two ranks."""
+    machine's devices take, on one node if the devices reach each other's memory; for emulated devices
+    two nodes of two ranks."""
     room = len(real_devices(backend)) * settings.ranks_per_device
+    if nodes is None and ranks_per_node is None and room > 1:
+        ranks_per_node = machine.ranks_together(backend, room, settings) or room
+        nodes = room // ranks_per_node
     if nodes is None:
         nodes = 1 if room else 2
     if ranks_per_node is None:

@@ -131,6 +131,39 @@ def oversubscribe(topology: Topology, ranks_per_device: int) -> Topology:
     return Topology(nodes=(node,))
 
 
+def reached_together(nodes: Sequence[Node], ranks: int) -> int:
+    """Return how many ranks of a node, one after another, are on accelerators that reach each other's
+    memory: the largest divisor of ``ranks`` such that this holds for every run of so many of them.
+    ``ranks``: number of each node's, on its first accelerators."""
+
+    def holds(node: Node, each: int) -> bool:
+        ids = [one.id for one in node.accelerators[:ranks]]
+        runs = (ids[first : first + each] for first in range(0, ranks, each))
+        near = {frozenset(pair) for run in runs for pair in itertools.combinations(run, 2)}
+        return near.isdisjoint(map(frozenset, node.no_p2p))
+
+    return next(
+        each
+        for each in range(ranks, 0, -1)
+        if ranks % each == 0 and all(holds(node, each) for node in nodes)
+    )
+
+
+def split_by(world: Topology, each: int, ranks: int, *, by_host: bool = False) -> Topology:
+    """Return the world with each node split into nodes of ``each`` of its ``ranks`` ranks. ``by_host``:
+    a software device, which copies in host memory, joins them instead of the node's own NICs."""
+    made: list[Node] = []
+    for node in world.nodes:
+        nic = SOFTWARE_NIC if by_host else next(iter(node.nics), None)
+        whole = Topology(nodes=(node.model_copy(update={"id": 0}),))
+        made += split_into_nodes(whole, ranks // each, each, node.accelerators[0], nic).nodes
+    return Topology(nodes=tuple(one.model_copy(update={"id": i}) for i, one in enumerate(made)))
+
+
+SOFTWARE_NIC = Nic(id="soft0", kind="soft", name="soft0", emulated=True)
+"""The software device of a host elsewhere, as plans need it."""
+
+
 def keep_accelerators(node: Node, kept: Sequence[Accelerator]) -> Node:
     """Return the node with only these of its accelerators, and the links between them."""
     fabric, no_p2p = _links(node, kept)

@@ -355,7 +355,9 @@ def _way(
         return None
     fabric = min((gbs for gbs in hops if gbs), default=None)
     limits = [sum(rail.bandwidth_gbs for rail in rails)]
-    limits += [end.pcie_gbs for end in (src.devices[via], dst.devices[to]) if end.pcie_gbs]
+    for name, end in (("source", src.devices[via]), ("destination", dst.devices[to])):
+        share = defaults().paths.pcie_share if name in staged else 1.0
+        limits += [end.pcie_gbs * share] if end.pcie_gbs else []
     limits += [constants.host_gbs] * bool(staged) + ([fabric] if fabric else [])
     latency = constants.nic_latency_us + constants.cross_rail_latency_us * crossed
     latency += constants.host_latency_us * len(staged)

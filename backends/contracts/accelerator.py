@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -175,6 +175,11 @@ class AcceleratorBackend(ABC):
         """Return the devices of this machine that the backend would use; empty if it is not usable.
         A simulator returns one prototype, of which the world makes as many as it has local ranks."""
 
+    def no_p2p(self, devices: Sequence[Accelerator]) -> tuple[tuple[str, str], ...]:
+        """Return the pairs, by id, of these devices of this machine that do not reach each other's
+        memory, besides those that the topology's sources report. Never raises."""
+        return ()
+
     def nic_access(self) -> Status | None:
         """Return whether NICs can be given the memory of this backend's devices here, so that
         kernels see what NICs write: registered as dmabufs, or moved for emulated NICs. None: the
@@ -199,6 +204,12 @@ class AcceleratorBackend(ABC):
         as far as what sources read of them says how fast they are. They come after the capabilities'
         own ``cards``; every rank passes the same nodes."""
         return ()
+
+    def measure(self, machine: Topology) -> MachineConstants | None:
+        """Measure the constants of this machine's devices, in seconds; None: the backend measures none,
+        and those of a rank on the CPU are taken (:mod:`mkernel.measure`). ``machine``: its topology.
+        BackendUnavailable: a device does not answer."""
+        return None
 
     @classmethod
     def schedule(cls, request: ScheduleRequest) -> Scheduled:

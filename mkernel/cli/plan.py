@@ -46,7 +46,14 @@ from mkernel.topology.discover import load
 from mkernel.topology.model import Accelerator, Model, Topology
 from mkernel.topology.placement import usable_nics
 from mkernel.topology.rails import keep_rails, real_ports
-from mkernel.topology.reshape import of_one_kind, ranks_on_each, replicate, require_ports
+from mkernel.topology.reshape import (
+    of_one_kind,
+    ranks_on_each,
+    reached_together,
+    replicate,
+    require_ports,
+    split_by,
+)
 from mkernel.topology.sources.chips import cores, described
 from mkernel.topology.world_map import WorldMap, world_map
 from mkernel.world.identity import Backends
@@ -340,18 +347,26 @@ def planned_world(
     if world is not None:
         name = selection.emulating(world.nodes[0].accelerators[0].kind, name)
     elif name == AUTO:
-        name = selection.chosen_accelerator(nodes or 1, op)
-    backend = registry.accelerator(name)
+        name = selection.accelerator_here(op, settings, nodes)
+    backend, by_host = registry.accelerator(name), False
     if world is not None:
         assert ranks_per_node is not None
         nodes = len(world.nodes)
     else:
         _check_accelerator(name, backend)
+        by_host = nodes is None and bool(selection.real_devices(backend))
         nodes, ranks_per_node = selection.usual_world(backend, settings, nodes, ranks_per_node)
-    backends = selection.backends(settings, nodes, accelerator=name, nic=nic, verbs=verbs)
+    backends = selection.backends(
+        settings, nodes, accelerator=name, nic=nic, verbs=verbs, by_host=by_host
+    )
     if world is None:
         world = world_of_machine(backends, nodes, ranks_per_node, settings, file)
+    if by_host and nodes > 1:
+        left_out += (_APART,)
     return PlannedWorld(world, ranks_per_node, backends, backend.capabilities(), notes=left_out)
+
+
+_APART = "ranks that do not reach each other's memory are nodes of their own"
 
 
 def _elsewhere(
@@ -366,16 +381,27 @@ def _elsewhere(
     device = world.nodes[0].accelerators[0]
     name = selection.named_for(op, accelerator or settings.accelerator)
     passed_over: tuple[str, ...] = ()
+    nodes, together = len(world.nodes), reached_together(world.nodes, ranks_per_node)
     if name == AUTO:
-        name, others = selection.accelerator_for(
-            device, len(world.nodes), op, len(world.nodes) * ranks_per_node
-        )
+        name, others = selection.accelerator_for(device, nodes, op, nodes * ranks_per_node)
+        if machine.splits(registry.accelerator(name).capabilities_on(device)):
+            nodes *= ranks_per_node // together
+            name, others = selection.accelerator_for(device, nodes, op, nodes * together)
         passed_over = tuple(
             f"not on {other.name}: it {other.detail}"
             for other in others
             if other.detail != selection.BY_NAME
         )
     claims = registry.accelerator(name).capabilities_on(device)
+    if not machine.splits(claims):
+        together = ranks_per_node
+    if len(world.nodes) == 1 and together < ranks_per_node:
+        world = split_by(world, together, ranks_per_node, by_host=True)
+        nic = nic or settings.nic
+        nic = selection.chosen_nic(SOFT) if nic == AUTO else nic
+        return PlannedWorld(
+            world, together, Backends(name, nic, SOFT), claims, True, (*passed_over, _APART)
+        )
     if len(world.nodes) == 1 or claims.process_group:
         if nic not in (None, AUTO):
             registry.nic(nic)  # it is not used, but a misspelt name is reported
@@ -401,8 +427,10 @@ def _elsewhere(
             "away, and the backend that drives them is taken"
         )
     require_ports(every, world, nic)
+    if together < ranks_per_node:
+        world, left_out = split_by(world, together, ranks_per_node), (*left_out, _APART)
     backends = Backends(name, nic, SYSTEM if verbs == AUTO else verbs)
-    return PlannedWorld(world, ranks_per_node, backends, claims, True, passed_over + left_out)
+    return PlannedWorld(world, together, backends, claims, True, passed_over + left_out)
 
 
 def world_of_file(file: Path, nodes: int | None) -> tuple[Topology | None, tuple[str, ...]]:

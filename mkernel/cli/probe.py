@@ -17,8 +17,10 @@ from mkernel.probe import picture
 from mkernel.probe.matrix import matrix
 from mkernel.probe.report import report
 from mkernel.probe.tree import tree
+from mkernel.settings import AUTO
 from mkernel.settings import load as load_settings
 from mkernel.topology import presets
+from mkernel.topology.cost import MachineConstants
 from mkernel.topology.discover import Discovery, discover, read
 from mkernel.topology.model import Accelerator, Nic, Note
 from mkernel.topology.sources import formats
@@ -93,12 +95,17 @@ def command(
         typer.Option(
             "--measure",
             metavar="FILE",
-            help="Measure what a CPU rank has of this machine (compute, shared memory, the NIC of the "
-            "settings; seconds) and write it for MKERNEL_CONSTANTS and `mkernel plan --constants`.",
+            help="Measure the accelerator of the settings (seconds) and write its constants for "
+            "MKERNEL_CONSTANTS and `mkernel plan --constants`: a GPU's products, memory, copies and "
+            "exchanges, or what a CPU rank has of this machine (compute, shared memory, the settings' "
+            "NIC).",
         ),
     ] = None,
     measured_ranks: Annotated[
-        int, typer.Option("--ranks", min=1, help="Measure with so many ranks that share the cores.")
+        int,
+        typer.Option(
+            "--ranks", min=1, help="Measure a CPU with so many ranks that share its cores."
+        ),
     ] = 2,
 ) -> None:
     """Show what this machine, or a recorded one, is made of: CPUs, accelerators, NICs, links."""
@@ -170,17 +177,34 @@ def discovered() -> Discovery:
 
 
 def _measure(file: Path, ranks: int, as_json: bool) -> None:
-    from mkernel.launch import check_ranks
-    from mkernel.measure import measure
-    from mkernel.selection import nic_and_verbs
-
-    settings = load_settings()
-    check_ranks(1, ranks, settings.ranks_per_cpu, ("--nodes", "--ranks"))
-    nic, verbs = nic_and_verbs(settings)
-    text = measure(ranks, nic, verbs).model_dump_json(indent=2)
+    text = (_of_devices() or _of_cpu(ranks)).model_dump_json(indent=2)
     with terminal.writing("--measure", file):
         write_file(file, text + "\n")
     if as_json:
         terminal.write_json(text)
     else:
         Terminal(soft_wrap=True, highlight=False).print(f"wrote {file}")
+
+
+def _of_devices() -> MachineConstants | None:
+    """Return the constants of the devices of the settings' accelerator; None: it measures none."""
+    from mkernel import machine, selection
+    from mkernel.world.identity import Backends
+
+    name, *_ = selection.accelerator_names(load_settings().accelerator)
+    if name == AUTO:
+        name = selection.chosen_accelerator()
+    backend = machine.usable_accelerator(name)
+    if not selection.real_devices(backend):
+        return None
+    return backend.measure(machine.machine_topology(Backends(name, None, None)))
+
+
+def _of_cpu(ranks: int) -> MachineConstants:
+    from mkernel.launch import check_ranks
+    from mkernel.measure import measure
+    from mkernel.selection import nic_and_verbs
+
+    settings = load_settings()
+    check_ranks(1, ranks, settings.ranks_per_cpu, ("--nodes", "--ranks"))
+    return measure(ranks, *nic_and_verbs(settings))

@@ -250,11 +250,14 @@ def _chosen(
     emulated, else one node with all ranks that the machine's devices take."""
     named = selection.named_for(op, accelerator or settings.accelerator)
     if named == AUTO:
-        named = selection.chosen_accelerator(nodes or 1, op)
+        named = selection.accelerator_here(op, settings, nodes)
     backend = machine.usable_accelerator(named)
     selection.require_op(named, backend.capabilities(), op)
+    by_host = nodes is None and bool(selection.real_devices(backend))
     nodes, ranks_per_node = selection.usual_world(backend, settings, nodes, ranks_per_node)
-    chosen = selection.backends(settings, nodes, accelerator=named, nic=nic, verbs=verbs)
+    chosen = selection.backends(
+        settings, nodes, accelerator=named, nic=nic, verbs=verbs, by_host=by_host
+    )
     if chosen.nic and chosen.verbs:
         machine.usable_nic(chosen.nic, chosen.verbs)
     return chosen, nodes, ranks_per_node

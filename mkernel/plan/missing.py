@@ -106,8 +106,9 @@ def _untaken(
     if route.kind == "host":
         yield (
             "host",
-            f"{src} does not reach the memory of {dst}, and no accelerator backend stages what it "
-            "sends in host memory",
+            f"{src} does not reach the memory of {dst}, and no accelerator backend stages in host "
+            "memory what it sends within a node; it does between nodes, which such ranks are where the "
+            "number of nodes is left open",
         )
         return
     if route.kind == "relay":

@@ -116,8 +116,9 @@ def _routes(made: CommonPart) -> str:
     ways = {**_WAYS, "group": f"by {made.carrier or 'a process group'}"}
     for route in sorted(made.routes.classes, key=lambda one: (one.kind, one.over_pcie)):
         way = ways[route.kind] + (" over PCIe" if route.over_pcie else "")
+        way += " through host memory" if route.kind == "nic" and route.staged else ""
         pairs[way] += route.pairs
-        if route.over_pcie or route.kind == "host":
+        if route.over_pcie or route.staged:
             rates.setdefault(way, set()).add(route.bandwidth_gbs)
     said = ", ".join(f"{count} {way}{_rates(rates.get(way))}" for way, count in pairs.items())
     return f"pairs of ranks: {said}" if said else "none needed"

@@ -12,9 +12,10 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from mkernel import selection
+from mkernel import machine, selection
+from mkernel.backends import registry
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized, Unsupported
-from mkernel.settings import Settings, check_timeout
+from mkernel.settings import AUTO, Settings, check_timeout
 from mkernel.settings import load as load_settings
 from mkernel.world import environment, exposition, groups
 from mkernel.world.environment import Started
@@ -139,23 +140,35 @@ class _Wanted(NamedTuple):
     verbs: str | None
     device: environment.Chosen | None
 
-    def backends(self, settings: Settings, nodes: int, ranks: int) -> Backends:
+    def backends(self, settings: Settings, nodes: int, ranks: int, *, by_host: bool) -> Backends:
         return selection.backends(
             settings,
             nodes,
+            by_host=by_host,
             accelerator=self.accelerator,
             nic=self.nic,
             verbs=self.verbs,
             ranks=ranks,
         )
 
+    def together(self, settings: Settings, ranks: int | None) -> int | None:
+        """Return how many ranks of a host are a node, where they do not all reach each other's memory
+        and the caller leaves the nodes open; else None. ``ranks``: of a host; None: one a device."""
+        if self.nodes or self.ranks_per_node or settings.nodes or ranks == 1:
+            return None
+        name, *_ = selection.accelerator_names(self.accelerator or settings.accelerator)
+        name = selection.chosen_accelerator() if name == AUTO else name
+        return machine.ranks_together(registry.accelerator(name), ranks, settings)
+
 
 def _of_job(wanted: _Wanted, settings: Settings, stores: tuple[Store, Store] | None) -> World:
     """Make the world of all ranks that a launcher started."""
     job = environment.started()
     nodes = settings.nodes if wanted.nodes is None else wanted.nodes
-    identity = _identity(job, nodes, wanted.ranks_per_node)
-    backends = wanted.backends(settings, identity.nodes, identity.size)
+    each = wanted.together(settings, min(job.per_host, job.size))
+    identity = _identity(job, nodes, wanted.ranks_per_node or each)
+    by_host = each is not None and job.per_host >= job.size
+    backends = wanted.backends(settings, identity.nodes, identity.size, by_host=by_host)
     name = f"{STARTED}{generations[STARTED]}"
     deadline = JoinDeadline(settings.join_timeout_s)
     with worlds.joining(name):
@@ -180,7 +193,7 @@ def _of_group(group: ProcessGroup, wanted: _Wanted, settings: Settings) -> World
     deadline = JoinDeadline(settings.join_timeout_s)
     with worlds.joining(name):
         prefix = _prefix(name)
-        part = _part(settings)
+        part, split = _part(settings, wanted)
 
         def meet() -> tuple[tuple[Store, Store], bytes, list[tuple[str, int]]]:
             one, two = (PrefixStore(prefix, store) for store in groups.stores(group))
@@ -194,7 +207,8 @@ def _of_group(group: ProcessGroup, wanted: _Wanted, settings: Settings) -> World
         identity = _identity(
             Started(rank, size, size // found, None), wanted.nodes, wanted.ranks_per_node
         )
-        backends = wanted.backends(settings, identity.nodes, identity.size)
+        by_host = split and len({host for host, _ in met}) == 1
+        backends = wanted.backends(settings, identity.nodes, size, by_host=by_host)
         world = World(identity, backends, settings, stores, key, name, wanted.device, deadline)
         worlds.add(world, default=True)
     return world
@@ -205,18 +219,20 @@ def _of_join(settings: Settings, deadline: JoinDeadline) -> Settings:
     return settings.model_copy(update={"timeout_s": deadline.wait_s(settings.timeout_s)})
 
 
-def _part(settings: Settings) -> int:
-    """Return the emulated node that this rank is on, where the hosts of its job are split."""
+def _part(settings: Settings, wanted: _Wanted) -> tuple[int, bool]:
+    """Return the emulated node that this rank is on, where the hosts of its job are split, and whether
+    they are because devices do not reach each other's memory."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     nodes = settings.nodes
     job = worlds.default
     if nodes is None and job is not None and job.size == size:  # its nodes may be emulated ones
         nodes = job.identity.nodes
     if nodes is None:
-        return 0
+        each = wanted.together(settings, None)
+        return (0, False) if each is None else (rank // each, True)
     if size % nodes:
         raise ArgumentError("MKERNEL_NODES", nodes, f"a divisor of {size}, the number of ranks")
-    return rank // (size // nodes)
+    return rank // (size // nodes), False
 
 
 def join(

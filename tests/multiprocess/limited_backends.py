@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from mkernel.backends.accelerators.ascend import AscendAccelerator
@@ -64,6 +65,20 @@ class ThatChip(OtherChip):
 
     name: ClassVar[str] = "that-chip"
     chip: ClassVar[str] = "sm_90"
+
+
+class Apart(ThatChip):
+    """The same, where only the first two chips, and the last two, reach each other's memory."""
+
+    name: ClassVar[str] = "apart"
+
+    def capabilities(self) -> AcceleratorCapabilities:
+        return (
+            super().capabilities().model_copy(update={"transfer_paths": ("p2p", "nic", "staged")})
+        )
+
+    def no_p2p(self, devices: Sequence[Accelerator]) -> tuple[tuple[str, str], ...]:
+        return tuple((one.id, other.id) for one in devices[:2] for other in devices[2:])
 
 
 class OneNode(AscendAccelerator):

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from mkernel import doctor, selection
 from mkernel.backends import registry
+from mkernel.backends.accelerators.streams import StreamsAccelerator
 from mkernel.backends.contracts.status import Status
 from mkernel.cli import bench
 from mkernel.cli.main import app
@@ -334,7 +335,9 @@ def test_a_world_has_what_its_nodes_have(
 ) -> None:
     """All accelerators, shared out between nodes; emulated ones: two nodes of two."""
     found = tuple(gpu(i) for i in range(devices)) or (SIM,)
-    backend = SimpleNamespace(probe=lambda: found)
+    backend = SimpleNamespace(
+        probe=lambda: found, capabilities=StreamsAccelerator("cpu").capabilities
+    )
     assert selection.usual_world(backend, Settings(), *given) == wanted
     ranks = bench._usual_ranks(devices, wanted[0])
     assert given[1] is not None or ranks == wanted[0] * wanted[1]

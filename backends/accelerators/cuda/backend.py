@@ -7,8 +7,9 @@ Its capabilities can be queried without torch; a world's session (``device_sessi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -115,14 +116,6 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
         found = self.found()
         if not found:
             return Status(False, f"no device of compute capability {self.devices}", self.remedy)
-        apart = _apart(found)
-        if apart is not None:
-            return Status(
-                False,
-                f"GPU {apart[0]} does not reach the memory of GPU {apart[1]} (no peer access)",
-                "use accelerator streams, whose NCCL stages in host memory, or leave GPUs that reach "
-                "each other in CUDA_VISIBLE_DEVICES",
-            )
         import torch
 
         if not torch.cuda.is_available():
@@ -144,8 +137,15 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
         return missing()
 
     def details(self) -> tuple[tuple[str, Status], ...]:
-        """Report modes of the devices in which they do not reach each other's memory."""
-        return isolation()
+        """Report devices that do not reach each other's memory, and modes that keep them from it."""
+        apart = next(iter(self.no_p2p(self.probe())), None)
+        if apart is None:
+            return isolation()
+        detail = (
+            f"{apart[1]} is not reached by {apart[0]}: ranks on devices that do not reach each other's "
+            "memory are nodes of their own, and what they exchange rests in pinned host memory"
+        )
+        return ("peer access", Status(True, detail)), *isolation()
 
     def software(self, root: Path) -> tuple[tuple[str, Status], ...]:
         """Report the compiler that the kernels are built with."""
@@ -168,6 +168,23 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
                 memory_gbs=device.memory_gbs or None,
             )
             for device in self.found()
+        )
+
+    def no_p2p(self, devices: Sequence[Accelerator]) -> tuple[tuple[str, str], ...]:
+        """Return the pairs that CUDA reports; all of them where the setting ``peer_access`` is 0."""
+        pairs = combinations(devices, 2)
+        if not load_as(self.settings).peer_access:
+            return tuple((one.id, other.id) for one, other in pairs)
+        found = [] if self.missing() is not None else self.found()
+        address = {each.index: each.pci.lower() for each in found}
+        apart = {
+            frozenset((address[each.index], address[other]))
+            for each in found
+            for other in each.out_of_reach
+            if other in address
+        }
+        return tuple(
+            (one.id, other.id) for one, other in pairs if frozenset((one.pci, other.pci)) in apart
         )
 
     def nic_access(self) -> Status:
@@ -215,6 +232,15 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
     def cards_of(self, topology: Topology) -> tuple[MachineConstants, ...]:
         """Return the constants of devices of which only figures are known."""
         return machine().cards_of(topology)
+
+    def measure(self, machine: Topology) -> MachineConstants | None:
+        """Measure products, memory, copies and exchanges of the first device; all else follows from the
+        constants of its card, as far as these bound it."""
+        from mkernel.backends.accelerators.cuda.measuring import measured
+
+        devices, claims = self.probe(), self.capabilities()
+        every = claims.constants_by(None, self.cards_of(machine))
+        return measured(devices, every) if devices else None
 
     def _claims(self, there: tuple[int, int], processors: int) -> AcceleratorCapabilities:
         most = load_as(self.settings).multiprocessors
@@ -383,10 +409,3 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
                 f"accelerator {self.name!r} is in no world; call mkernel.init() first"
             )
         return self._session
-
-
-def _apart(found: list[_cuda.DeviceInfo]) -> tuple[int, int] | None:
-    """Return the first two devices of which one does not reach the other's memory; None: all do."""
-    here = {each.index for each in found}
-    pairs = ((each.index, other) for each in found for other in each.out_of_reach if other in here)
-    return next(pairs, None)

@@ -64,29 +64,41 @@ class Card(Sourced):
         }
 
     def ratios(self, fitted: Card) -> dict[str, float]:
-        """Return by what each constant that was fitted on another card is multiplied, by its name,
-        perhaps with that of a section around it: by the ratio of what bounds it."""
+        """Return by what each constant that was fitted on another card is multiplied: by the ratio of
+        the figures that bound it."""
         ours, theirs = self.nominal, fitted.nominal
-        cores = self.cores / fitted.cores  # which share L2
-        half = ours.bfloat16_tflops / theirs.bfloat16_tflops
         assert theirs.float8_tflops is not None
-        e4m3 = (ours.float8_tflops or ours.bfloat16_tflops) / theirs.float8_tflops
-        float32 = ours.float32_tflops / theirs.float32_tflops
-        bounds = (
-            (half, "tflops gathered_tflops permuted_tflops ready_tflops"),
-            (half / cores, "tflops_per_core float16_tflops_per_core bfloat16_tflops_per_core"),
-            (e4m3 / cores, "float8_tflops_per_core scaled.tflops_per_core"),
-            (e4m3 / half, "e4m3_times"),
-            (float32 / cores, "float32_tflops_per_core"),
-            (
-                ours.memory_gbs / theirs.memory_gbs,
-                "memory_gbs weights_gbs results_gbs loads_gbs sums_gbs scattered_sums_gbs sum_gbs "
-                "merge_gbs scale_gbs rows_gbs fill_gbs",
-            ),
-            (cores, "lines_a_us mailed_tiles.loads_gbs sum_cached_gbs"),
-            (ours.link_gbs / theirs.link_gbs, "p2p_gbs egress_gbs copy_engine_gbs"),
+        return ratios_by(
+            cores=self.cores / fitted.cores,
+            half=ours.bfloat16_tflops / theirs.bfloat16_tflops,
+            e4m3=(ours.float8_tflops or ours.bfloat16_tflops) / theirs.float8_tflops,
+            float32=ours.float32_tflops / theirs.float32_tflops,
+            memory=ours.memory_gbs / theirs.memory_gbs,
+            link=ours.link_gbs / theirs.link_gbs,
         )
-        return {name: ratio for ratio, names in bounds for name in names.split()}
+
+
+def ratios_by(
+    *, cores: float, half: float, e4m3: float, float32: float, memory: float, link: float
+) -> dict[str, float]:
+    """Return by what constants are multiplied, by their names, perhaps with that of a section around
+    them, where these figures of a device change: cores, which share L2, products of all cores, memory,
+    and links to peers."""
+    bounds = (
+        (half, "tflops gathered_tflops permuted_tflops ready_tflops"),
+        (half / cores, "tflops_per_core float16_tflops_per_core bfloat16_tflops_per_core"),
+        (e4m3 / cores, "float8_tflops_per_core scaled.tflops_per_core"),
+        (e4m3 / half, "e4m3_times"),
+        (float32 / cores, "float32_tflops_per_core"),
+        (
+            memory,
+            "memory_gbs weights_gbs results_gbs loads_gbs sums_gbs scattered_sums_gbs sum_gbs "
+            "merge_gbs scale_gbs rows_gbs fill_gbs",
+        ),
+        (cores, "lines_a_us mailed_tiles.loads_gbs sum_cached_gbs"),
+        (link, "p2p_gbs egress_gbs copy_engine_gbs"),
+    )
+    return {name: ratio for ratio, names in bounds for name in names.split()}
 
 
 class Cycle(Model):
@@ -228,7 +240,7 @@ class ChipMachine(Model):
     def with_card(self, name: str) -> Self:
         """Make the machine with a card that exists."""
         constants = self._constants(name)
-        tree = _scaled(self.model_dump(exclude={"constants"}), self._ratios(name))
+        tree = scaled(self.model_dump(exclude={"constants"}), self._ratios(name))
         return type(self).model_validate({**tree, "cores": constants.cores, "constants": constants})
 
     def _ratios(self, name: str) -> Mapping[str, float]:
@@ -242,7 +254,7 @@ class ChipMachine(Model):
         assert self.constants is not None
         its, fitted = card(name), self.constants.card
         assert its is not None
-        tree = _scaled(self.constants.model_dump(), self._ratios(name)) | its.identity(name)
+        tree = scaled(self.constants.model_dump(), self._ratios(name)) | its.identity(name)
         tree |= {
             "name": f"{name}, never measured",
             "source": f"{its.source}; it is taken to reach the shares of them that {fitted} reaches",
@@ -256,12 +268,12 @@ class ChipMachine(Model):
         return made if made.architectures == self.constants.architectures else made.by_flags()
 
 
-def _scaled(tree: Any, by: Mapping[str, float], above: tuple[str, ...] = ()) -> Any:
+def scaled(tree: Any, by: Mapping[str, float], above: tuple[str, ...] = ()) -> Any:
     """Multiply the numbers in a tree whose name, or section and name, is in ``by``."""
     if isinstance(tree, dict):
-        return {name: _scaled(value, by, (*above, name)) for name, value in tree.items()}
+        return {name: scaled(value, by, (*above, name)) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [_scaled(value, by, above) for value in tree]
+        return [scaled(value, by, above) for value in tree]
     if not isinstance(tree, float):
         return tree
     names = (*(f"{section}.{above[-1]}" for section in above), above[-1])

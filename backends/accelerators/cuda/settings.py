@@ -29,6 +29,11 @@ class CudaSettings(BackendSettings):
         "plans only, transfers are as fast as they are; not where the chips have no constants; None: "
         "what links carry; the same on all ranks",
     )
+    peer_access: bool = Field(
+        True,
+        description="0: ranks do as if no device reached another's memory: each is a node of its own, "
+        "and what they exchange rests in pinned host memory; the same on all ranks",
+    )
     outputs: int = Field(
         3,
         ge=0,

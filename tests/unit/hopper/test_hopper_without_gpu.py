@@ -18,6 +18,7 @@ from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.dispatch import FUSED
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
+from mkernel.backends.contracts.status import Status
 from mkernel.backends.transport import _transport
 from mkernel.errors import BackendUnavailable, Unsupported
 
@@ -105,8 +106,6 @@ def test_status_names_what_is_missing(fake: Any, monkeypatch: pytest.MonkeyPatch
     assert CudaAccelerator().status().usable
     fake.devices = lambda: [FakeDevice(0, major=7, minor=5)]
     assert "no device of compute capability 8.0 or later" in CudaAccelerator().status().detail
-    fake.devices = lambda: [FakeDevice(0), FakeDevice(1, out_of_reach=(0,)), FakeDevice(2)]
-    assert "GPU 1 does not reach the memory of GPU 0" in backend.status().detail
     fake.devices = lambda: [FakeDevice(0)]
     fake.HOPPER = False
     assert backend.status().detail == "built without its kernels"
@@ -120,6 +119,36 @@ def test_status_names_what_is_missing(fake: Any, monkeypatch: pytest.MonkeyPatch
     fake.versions = lambda: (0, 13000)
     assert "no CUDA driver" in backend.status().detail
     assert backend.status().remedy
+
+
+def test_devices_out_of_reach_are_reported_and_named(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backend_module, "isolation", lambda: (("MIG", Status(False, "on")),))
+    apart = {1: (0,)}  # as one of the two says
+    fake.devices = lambda: [
+        FakeDevice(index, pci=f"0000:{index}B:00.0", out_of_reach=apart.get(index, ()))
+        for index in range(3)
+    ]
+    backend = CudaAccelerator()
+    assert backend.status().usable
+    listed = backend.probe()
+    assert backend.no_p2p(listed) == (("cuda0", "cuda1"),)
+    renamed = [one.model_copy(update={"id": f"gpu{7 - one.index}"}) for one in listed]
+    assert backend.no_p2p(renamed) == (("gpu7", "gpu6"),), "they are known by their addresses"
+    row, other = backend.details()
+    assert row[0] == "peer access"
+    assert row[1].usable
+    assert "cuda1 is not reached by cuda0" in row[1].detail
+    assert "rests in pinned host memory" in row[1].detail
+    assert other[0] == "MIG"
+    apart.clear()
+    assert backend.no_p2p(listed) == ()
+    assert [name for name, _ in backend.details()] == ["MIG"]
+    monkeypatch.setenv("MKERNEL_CUDA_PEER_ACCESS", "0")
+    assert len(backend.no_p2p(listed)) == 3
+    assert HopperAccelerator().no_p2p(listed) == ()
 
 
 def test_a_build_without_nvcc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ class FakeAscend:
         return CAPABILITIES
 
     schedule, cards_of = AcceleratorBackend.schedule, AcceleratorBackend.cards_of
+    no_p2p = AcceleratorBackend.no_p2p
 
 
 class FakeCx7:

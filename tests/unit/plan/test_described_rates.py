@@ -3,6 +3,7 @@ plans show the rates of pairs that no scale-up link joins."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,9 @@ BOX = tuple(
     for i in range(4)
 )
 """Two GPUs below a switch, one beside it, and one on another socket in a slot of PCIe 3."""
+IN_SLOT = BOX[3].model_copy(update={"pcie_gbs": 7.877})
+"""The last one, in a slot of half as many lanes."""
+APART = tuple((one.id, other.id) for one, other in itertools.combinations(BOX, 2))
 LINK = FabricLink(kind="nvlink", ends=("cuda0", "cuda1"), count=12, gbs=300.0)
 
 
@@ -106,8 +110,18 @@ LINK = FabricLink(kind="nvlink", ends=("cuda0", "cuda1"), count=12, gbs=300.0)
         (
             ("gemm_rs", "--accelerator", "hopper"),
             {"fabric": (LINK,), "no_p2p": (("cuda0", "cuda2"), ("cuda0", "cuda3"))},
-            "4 by host memory at 10.3 to 12 GB/s (modelled), 2 directly, "
-            "6 directly over PCIe at 10.3 to 41.3 GB/s (modelled)",
+            "8 by the NIC through host memory at 12 GB/s (modelled), 2 directly, "
+            "2 directly over PCIe at 10.3 GB/s (modelled)",
+        ),
+        (
+            ("gemm_rs", "--accelerator", "cuda"),
+            {"fabric": (LINK,), "no_p2p": APART},
+            "12 by the NIC through host memory at 12 GB/s (modelled)",
+        ),
+        (
+            ("gemm_rs", "--accelerator", "cuda"),
+            {"accelerators": (*BOX[:3], IN_SLOT), "no_p2p": APART},
+            "12 by the NIC through host memory at 6.22 to 12 GB/s (modelled)",
         ),
         (
             ("ring_attention", "--accelerator", "streams"),
@@ -121,7 +135,7 @@ def test_plans_show_rates_over_pcie(
     arguments: tuple[str, ...], more: dict[str, Any], shown: str, tmp_path: Path
 ) -> None:
     bridges = (Bridge(id="0000:01:00.0", pcie_gbs=63.015),)
-    machine = worlds(node(BOX, bridges=bridges, **more))
+    machine = worlds(node(**{"accelerators": BOX, "bridges": bridges, **more}))
     file = tmp_path / "box.json"
     file.write_text(machine.model_dump_json())
     printed = run(command, *arguments, "--topology", str(file), "--nodes", "1")

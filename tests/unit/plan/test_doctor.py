@@ -240,7 +240,7 @@ def test_every_setting_is_listed_with_its_meaning(clean: pytest.MonkeyPatch) -> 
     brought = {"streams_device", "streams_copies"}
     ascend = "strict races seed machine tile_m tile_n tile_k cube_cores comm_cores most_chunks"
     brought |= {f"ascend_{name}" for name in ascend.split()}
-    of_cuda = ("multiprocessors", "link_gbs", "outputs", "tokens")
+    of_cuda = ("multiprocessors", "link_gbs", "peer_access", "outputs", "tokens")
     brought |= {f"{name}_{each}" for name in ("cuda", "hopper") for each in of_cuda}
     brought |= {"hopper_attention"}
     assert set(rows) == wanted | brought

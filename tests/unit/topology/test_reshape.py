@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from devices import SIM, SOFT, gpu, nic, node
 from hypothesis import given, settings
@@ -7,7 +9,13 @@ from hypothesis import strategies as st
 
 from mkernel.errors import ArgumentError
 from mkernel.topology.model import Bridge, FabricLink, NumaNode, Topology
-from mkernel.topology.reshape import oversubscribe, replicate, split_into_nodes
+from mkernel.topology.reshape import (
+    oversubscribe,
+    reached_together,
+    replicate,
+    split_by,
+    split_into_nodes,
+)
 
 
 def machine(cpus: tuple[int, ...] = (4, 4), gpus: int = 0, nics: int = 0) -> Topology:
@@ -151,3 +159,48 @@ def test_ranks_of_a_device_have_its_links_and_refusals() -> None:
     assert [a.id for a in two.accelerators] == ["cuda0.1", "cuda1.1"]
     with pytest.raises(ArgumentError, match="one machine to share"):
         oversubscribe(replicate(whole, 2), 2)
+
+
+def apart(count: int, *pairs: tuple[int, int]) -> Topology:
+    (whole,) = machine((4, 4), gpus=count, nics=2).nodes
+    refused = tuple((f"cuda{one}", f"cuda{other}") for one, other in pairs)
+    return Topology(nodes=(whole.model_copy(update={"no_p2p": refused}),))
+
+
+ALL_OF_FOUR = tuple(itertools.combinations(range(4), 2))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "ranks", "each"),
+    [
+        ((), 4, 4),
+        (((0, 3),), 4, 2),
+        (((3, 0),), 3, 3),
+        (((1, 2),), 4, 2),
+        (((0, 1),), 4, 1),
+        (((0, 1),), 3, 1),
+        (ALL_OF_FOUR, 4, 1),
+        (ALL_OF_FOUR, 1, 1),
+    ],
+)
+def test_ranks_that_reach_each_other_follow_one_another(
+    pairs: tuple[tuple[int, int], ...], ranks: int, each: int
+) -> None:
+    world = apart(4, *pairs)
+    assert reached_together(world.nodes, ranks) == each
+    assert reached_together((*apart(4).nodes, *world.nodes), ranks) == each, "of every node"
+
+
+@pytest.mark.parametrize("by_host", [False, True])
+def test_nodes_are_split_and_joined_by_their_nics_or_by_host_memory(by_host: bool) -> None:
+    whole = apart(4, (0, 2), (0, 3), (1, 2), (1, 3)).nodes[0]
+    hosts = Topology(nodes=(whole, whole.model_copy(update={"id": 1, "hostname": "h1"})))
+    made = split_by(hosts, 2, 4, by_host=by_host).nodes
+    assert [(one.id, one.hostname, one.emulated) for one in made] == [
+        (0, "h", True), (1, "h", True), (2, "h1", True), (3, "h1", True),
+    ]  # fmt: skip
+    devices = [[device.id for device in one.accelerators] for one in made]
+    assert devices == [["cuda0", "cuda1"], ["cuda2", "cuda3"]] * 2
+    assert not any(one.no_p2p for one in made)
+    nics = [[port.id for port in one.nics] for one in made]
+    assert nics == ([["soft0"]] * 4 if by_host else [["mlx5_0"], ["mlx5_1"]] * 2)
