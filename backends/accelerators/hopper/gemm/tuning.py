@@ -49,6 +49,9 @@ TILE_ROWS = _MACHINE.tilings.block_rows
 CLUSTER_TILES = {**_MACHINE.tilings.clusters, "deep": _MACHINE.tilings.clusters["wide"]}
 """The rows and columns that a cluster computes at a time. Deep tiles, of plans of earlier versions,
 are wide ones; the first of equal ones is planned."""
+INVARIANT_TILINGS: tuple[TilingName, ...] = ("wide",)
+"""The tilings of calls that promise invariant results, besides that of promoted sums: the fastest of
+them. Several may be here if their instructions add alike (``bench/invariant_instructions.py``)."""
 BAND = _MACHINE.tilings.band
 PUSH_BLOCKS = _MACHINE.pushing.blocks
 PUSHERS = PUSH_BLOCKS * _MACHINE.pushing.threads_of_a_block
