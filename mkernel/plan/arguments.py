@@ -356,9 +356,8 @@ def promised(
         if ranks & (ranks - 1):
             legal = f"a world of 1, 2, 4, ... ranks, not of {ranks}: segments are a power of two"
         raise ArgumentError("segments", wanted.segments, legal, why=f"{op} with invariant results")
-    default = out_dtype if out_dtype in ("float16", "bfloat16") else "float32"
     segments = wanted.segments if op in _SUMS_OF_PRODUCTS else ranks
-    return Invariant(segments, wanted.partial_dtype or default)
+    return Invariant(segments, wanted.partial_of(out_dtype))
 
 
 def check_segments(
