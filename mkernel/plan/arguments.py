@@ -343,8 +343,8 @@ def promised(
     if op not in claims.invariant_ops:
         raise Unsupported(
             f"accelerator {accelerator!r} does not promise invariant results of {op!r}; it does of: "
-            f"{', '.join(claims.invariant_ops) or 'nothing'}; pass invariant=False for this op, or set "
-            "MKERNEL_INVARIANT=0"
+            f"{', '.join(claims.invariant_ops) or 'nothing'}; pass invariant=False where an op takes "
+            "it, or make the world without MKERNEL_INVARIANT"
         )
     for name, given in (("dtype", dtype), ("out_dtype", out_dtype)):
         if given == "float64":

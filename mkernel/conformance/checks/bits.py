@@ -114,10 +114,9 @@ class _Promise:
         self._columns = subject.aligned(_COLUMNS)
         more = self.rows - len(leaves)
         if op == "all_reduce":
-            self._x = [
-                torch.cat((each[:, None].expand(-1, self._columns), torch.randn(more, self._columns, generator=random)))
-                for each in leaves.t()
-            ]  # fmt: skip
+            others = torch.randn(world_size, more, self._columns, generator=random)
+            spread = leaves.t()[:, :, None].expand(-1, -1, self._columns)
+            self._x = torch.cat((spread, others), 1)
             return
         k = _SEGMENTS * _OF_SEGMENT
         self._a, self._b = (
