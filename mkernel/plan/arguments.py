@@ -163,14 +163,20 @@ def path_of(op: str, setting: PathChoice) -> PathChoice:
 
 
 def has_library_path(
-    path: str, op: OpName, nodes: int, accelerator: str, capabilities: AcceleratorCapabilities
+    path: str,
+    op: OpName,
+    nodes: int,
+    accelerator: str,
+    capabilities: AcceleratorCapabilities,
+    invariant: Invariant | None = None,
 ) -> bool:
-    """Return whether the op has a library path in that world. Raises ArgumentError for an unknown
-    path, and Unsupported if ``path`` asks for one that does not exist."""
+    """Return whether the op has a library path in that world, which ``invariant`` results never have
+    beside a fused one. Raises ArgumentError for an unknown path, and Unsupported if ``path`` asks for
+    one that does not exist."""
     if path not in _PATHS:
         raise ArgumentError("path", repr(path), f"one of: {', '.join(_PATHS)}")
     alone = op in capabilities.only_library_ops
-    found = op in capabilities.library_ops and (nodes == 1 or alone)
+    found = op in capabilities.library_ops and (nodes == 1 or alone) and invariant is None
     if path == "fused" and alone:
         raise Unsupported(
             f"accelerator {accelerator!r} has no kernel that does all of {op!r}; "
@@ -178,6 +184,7 @@ def has_library_path(
         )
     if path == "library" and not found:
         where = f" in a world of {nodes} nodes" if op in capabilities.library_ops else ""
+        where = where if invariant is None else " with invariant results"
         raise Unsupported(
             f"accelerator {accelerator!r} has no library path for {op!r}{where}; "
             "set MKERNEL_PATH to auto or fused"

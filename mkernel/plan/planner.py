@@ -312,8 +312,19 @@ class Plans:
     def library(self) -> bool:
         """Return whether there is a library path. Raises what is wrong with the path and with NICs."""
         world, claims, name = self.world, self.claims, self.op
-        found = arguments.has_library_path(self.path, name, world.nodes, self._accelerator, claims)
-        if self.around.scales is not None and name in claims.library_ops and not found:
+        found = arguments.has_library_path(
+            self.path, name, world.nodes, self._accelerator, claims, self.invariant
+        )
+        scales = self.around.scales
+        if self.invariant is not None and scales is not None and name in claims.library_ops:
+            fast = scales.use_fast_accum
+            modes = claims.fused_scale_modes if fast else claims.fused_float32_scale_modes
+            if scales.mode not in modes:
+                raise Unsupported(
+                    f"accelerator {self._accelerator!r} has invariant results of {name!r} with scales "
+                    f"by: {', '.join(modes) or 'nothing'}; not by {scales.mode!r}"
+                )
+        elif scales is not None and name in claims.library_ops and not found:
             raise Unsupported(
                 f"accelerator {self._accelerator!r} multiplies e4m3 operands on its library path, "
                 f"which {name!r} has in worlds of one node; this one has {world.nodes}"
