@@ -24,6 +24,7 @@
 #   experts_nodes  the same between nodes, beside a dispatch by the host's puts: no library takes the NIC
 #                                                            hopper_moe_*_nodes_*_2.json
 #   tiles    products by every tiling                         tile_menu.json
+#   invariant  which instructions and library products add alike  invariant_instructions.json
 #   fp8      e4m3 operands with scales by rows, as CUDA graphs  hopper_fp8_2.json
 #   fp8_more the same all-reduced, by tensors, by blocks     hopper_fp8_2_{all_reduce,tensor,block}.json
 #   attention  ring attention beside peers, forward and backward, and between two nodes
@@ -232,6 +233,7 @@ for part in "$@"; do
         run python bench/tile_menu.py "$results/tile_menu.json" 60 64 64
         run python bench/tile_menu.py "$results/tile_menu_unaligned.json"
         ;;
+    invariant) run python bench/invariant_instructions.py "$results/invariant_instructions.json" ;;
     fp8) # by rows
         bench hopper_fp8_2 ag_gemm,gemm_rs "${fp8[@]}" --scales row "${peers[@]}"
         ;;

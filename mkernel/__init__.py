@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from mkernel.ops.all_reduce import all_reduce
     from mkernel.ops.gemm_all_reduce import gemm_all_reduce
     from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
+    from mkernel.ops.invariant_mm import invariant_mm
     from mkernel.ops.moe import (
         MoeDispatch,
         MoeHandle,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     )
     from mkernel.ops.warm import warm
     from mkernel.ops.zigzag import zigzag_merge, zigzag_positions, zigzag_split
+    from mkernel.plan.invariance import Invariant
     from mkernel.plan.model import LaunchPlan
     from mkernel.world.lifecycle import current as world
     from mkernel.world.lifecycle import (
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
     from mkernel.world.world import World
 
 __all__ = [
+    "Invariant",
     "LaunchPlan",
     "MoeDispatch",
     "MoeHandle",
@@ -105,6 +108,7 @@ __all__ = [
     "graph_pool",
     "include_dir",
     "init",
+    "invariant_mm",
     "is_initialized",
     "launch",
     "moe_combine",
@@ -123,6 +127,7 @@ __all__ = [
 ]
 
 HOMES = {
+    "Invariant": "mkernel.plan.invariance",
     "LaunchPlan": "mkernel.plan.model",
     "MoeDispatch": "mkernel.ops.moe",
     "MoeHandle": "mkernel.ops.moe",
@@ -145,6 +150,7 @@ HOMES = {
     "graph_pool": "mkernel.world.lifecycle",
     "include_dir": "mkernel.headers",
     "init": "mkernel.world.lifecycle",
+    "invariant_mm": "mkernel.ops.invariant_mm",
     "is_initialized": "mkernel.world.lifecycle",
     "launch": "mkernel.launch",
     "moe_combine": "mkernel.ops.moe",

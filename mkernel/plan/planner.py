@@ -178,7 +178,9 @@ def _around_of(plan: LaunchPlan) -> Around:
     norm = None
     if plan.norm is not None:
         norm = Norm(plan.norm.residual, plan.norm.eps, plan.norm.quantises)
-    return Around(plan.copies, plan.bias is not None, plan.products, norm, plan.scales)
+    return Around(
+        plan.copies, plan.bias is not None, plan.products, norm, plan.scales, plan.invariant
+    )
 
 
 class Plans:
@@ -240,6 +242,9 @@ class Plans:
                 why=f"accelerator {accelerator!r} keeps it",
             )
         self.layout = arguments.check_layout(b_layout, name, claims, accelerator)
+        self.invariant = arguments.promised(
+            name, around.invariant, self.dtype, self.out_dtype, self.ranks, claims, accelerator
+        )
         self._parts: dict[PathName, CommonPart] = {}
         self._launches: dict[PathName, LaunchPlan] = {}
 
@@ -294,6 +299,7 @@ class Plans:
         if isinstance(shape, GemmShape):
             columns = shape.n
             check_blocks(around.scales, "k", shape.k)
+            arguments.check_segments(self.op, self.invariant, shape.k, self.ranks, around.scales)
         elif isinstance(shape, MoeShape | DispatchShape):
             check_blocks(around.scales, "hidden", shape.hidden)
             if self.out_dtype == E4M3 and isinstance(shape, MoeShape):
@@ -308,8 +314,19 @@ class Plans:
     def library(self) -> bool:
         """Return whether there is a library path. Raises what is wrong with the path and with NICs."""
         world, claims, name = self.world, self.claims, self.op
-        found = arguments.has_library_path(self.path, name, world.nodes, self._accelerator, claims)
-        if self.around.scales is not None and name in claims.library_ops and not found:
+        found = arguments.has_library_path(
+            self.path, name, world.nodes, self._accelerator, claims, self.invariant
+        )
+        scales = self.around.scales
+        if self.invariant is not None and scales is not None and name in claims.library_ops:
+            fast = scales.use_fast_accum
+            modes = claims.fused_scale_modes if fast else claims.fused_float32_scale_modes
+            if scales.mode not in modes:
+                raise Unsupported(
+                    f"accelerator {self._accelerator!r} has invariant results of {name!r} with scales "
+                    f"by: {', '.join(modes) or 'nothing'}; not by {scales.mode!r}"
+                )
+        elif scales is not None and name in claims.library_ops and not found:
             raise Unsupported(
                 f"accelerator {self._accelerator!r} multiplies e4m3 operands on its library path, "
                 f"which {name!r} has in worlds of one node; this one has {world.nodes}"
@@ -450,6 +467,7 @@ class Plans:
             bias=bias if around.bias else None,
             norm=_norm_step(around, claims),
             scales=around.scales,
+            invariant=self.invariant,
             products=around.products,
             path=path,
             nodes=world.nodes,

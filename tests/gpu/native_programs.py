@@ -10,28 +10,34 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "build/native/backends/accelerators/cuda/tests"
+FOLDER = Path(__file__).parents[2] / "build/native/backends/accelerators"
 
 
 @dataclass(frozen=True)
 class NativeProgram:
-    """One of them, which is given ``timeout_s`` for a run."""
+    """One of them, of ``backend``'s, which is given ``timeout_s`` for a run."""
 
     name: str
     timeout_s: float = 180.0
+    backend: str = "cuda"
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return FOLDER / self.backend / "tests" / self.name
 
     @property
     def is_built(self) -> pytest.MarkDecorator:
         """A mark of its tests."""
-        path = FOLDER / self.name
         return pytest.mark.skipif(
-            not path.is_file(), reason=f"{path} is not built; `make test` builds it, with nvcc"
+            not self.path.is_file(),
+            reason=f"{self.path} is not built; `make test` builds it, with nvcc",
         )
 
     def run(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         """Whatever it ends with."""
         return subprocess.run(
-            [str(FOLDER / self.name), *map(str, arguments)],
+            [str(self.path), *map(str, arguments)],
             capture_output=True,
             text=True,
             timeout=self.timeout_s,

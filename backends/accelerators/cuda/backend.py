@@ -17,6 +17,7 @@ from mkernel.backends.accelerators.cuda.attention import tuning as attention_tun
 from mkernel.backends.accelerators.cuda.capabilities import (
     ATTENTION,
     HOPPER,
+    INVARIANT,
     MOE,
     MOST_RANKS,
     PREFETCHES,
@@ -270,6 +271,7 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
             "most_ranks": MOST_RANKS,
             "stream_ordered": True,
             "settles_puts": True,
+            "invariant_ops": INVARIANT,
             "library_ops": library_ops(),
             "only_library_ops": library_ops(),
             "one_node_ops": one_node_ops(),

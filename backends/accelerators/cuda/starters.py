@@ -22,13 +22,19 @@ SUMMED = ("x", *STARTED[1:])
 
 
 def summed_rows(
-    plan: LaunchPlan, blocks: int = 0, twice: bool = False, unrounded: bool = False
+    plan: LaunchPlan,
+    blocks: int = 0,
+    twice: bool = False,
+    unrounded: bool = False,
+    tree: bool = False,
 ) -> _kernels.SummedRows:
     """Return the rows that a plan sums, and their norm if the launch has one. ``blocks``: of the
-    kernel that sums them by mail; ``twice``: in two exchanges; ``unrounded``: of float32 terms."""
+    kernel that sums them by mail; ``twice``: in two exchanges; ``unrounded``: of float32 terms;
+    ``tree``: by the tree of invariant results."""
     norm = plan.norm if normalises(plan) else None
     made: _kernels.SummedRows = native().SummedRows(
-        rows_of(plan, blocks, twice=twice, unrounded=unrounded), None if norm is None else norm.eps
+        rows_of(plan, blocks, twice=twice, unrounded=unrounded, tree=tree),
+        None if norm is None else norm.eps,
     )
     return made
 

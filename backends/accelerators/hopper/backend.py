@@ -8,6 +8,7 @@ from mkernel.backends.accelerators.cuda import native_kernels
 from mkernel.backends.accelerators.cuda.backend import CudaAccelerator
 from mkernel.backends.accelerators.cuda.capabilities import (
     HOPPER,
+    INVARIANT,
     MOE,
     OPS,
     fused_scale_modes,
@@ -62,6 +63,7 @@ class HopperAccelerator(CudaAccelerator):
             "ops": ops(),
             "architectures": ("sm_90",),
             "only_library_ops": (),
+            "invariant_ops": (*OPS, *INVARIANT),
             "fused_scale_modes": fused_scale_modes(),
             "fused_float32_scale_modes": fused_scale_modes(),
             "scaled_experts": True,

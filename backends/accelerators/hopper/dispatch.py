@@ -9,6 +9,7 @@ from mkernel.backends.accelerators.hopper.attention.core import AttentionCoreExe
 from mkernel.backends.accelerators.hopper.attention.kernel import AttentionKernelExecutor
 from mkernel.backends.accelerators.hopper.gemm.few_rows import FewRowsExecutor
 from mkernel.backends.accelerators.hopper.gemm.fused import AllGatherExecutor, ReduceExecutor
+from mkernel.backends.accelerators.hopper.gemm.segments import SegmentsExecutor
 from mkernel.backends.accelerators.hopper.moe.executors import (
     DispatchExecutor,
     GemmCombineExecutor,
@@ -16,6 +17,7 @@ from mkernel.backends.accelerators.hopper.moe.executors import (
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionKernelSchedule,
     FewRowsSchedule,
+    SegmentsSchedule,
 )
 from mkernel.plan.model import LaunchPlan
 
@@ -34,6 +36,8 @@ def executor_of(plan: LaunchPlan) -> type[Executor]:
     found, how = cuda.executor_of(plan, FUSED), plan.schedule
     if plan.path == "library":
         return found
+    if isinstance(how, SegmentsSchedule):
+        return SegmentsExecutor
     if isinstance(how, FewRowsSchedule):
         return FewRowsExecutor
     if plan.op == "ring_attention" and isinstance(how, AttentionKernelSchedule):

@@ -76,6 +76,28 @@ class ReduceSchedule(Schedule):
         return "results"
 
 
+class SegmentsSchedule(Schedule):
+    """The schedule of invariant results of a GEMM with a reduction: a product of ``tiling`` for each
+    segment of K, on at most ``blocks`` blocks, with ``band`` as in :class:`GatherSchedule`; a kernel
+    that adds them; and a collective. ``by_mail``: it is one Lamport exchange instead of using flags."""
+
+    kind: Literal["hopper.segments"] = "hopper.segments"
+    tiling: TilingName
+    blocks: int = Field(ge=1)
+    band: int = Field(ge=1)
+    by_mail: bool = False
+
+    @property
+    def one_exchange(self) -> bool:
+        """True if everything goes to everyone at once."""
+        return self.by_mail
+
+    @property
+    def partials(self) -> str:
+        """The value ``results``: partial results have the dtype of results."""
+        return "results"
+
+
 class FewRowsSchedule(Schedule):
     """The schedule of a GEMM op of few or of medium numbers of rows, whose sums travel by mail.
 

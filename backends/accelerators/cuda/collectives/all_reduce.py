@@ -6,6 +6,8 @@
               (``kernels/collectives/collectives.hpp``); where there is a norm, a kernel behind it
   mail_twice  the same, by mail (``kernels/collectives/mail.hpp``); symmetric outs as two_shot. Where
               there is a norm, one kernel as of mail, in which each rank normalises the sums that come
+Invariant results are added by one tree, in the order of ranks, in the first two ways; in the third the
+two terms of two ranks are added, which is the same.
 All views run alike, except compute_only, in which the sum has only this rank's terms.
 """
 
@@ -16,7 +18,12 @@ from typing import TYPE_CHECKING
 
 from mkernel.backends.accelerators.cuda.collectives import mail
 from mkernel.backends.accelerators.cuda.collectives.landing import outputs_of, wanted
-from mkernel.backends.accelerators.cuda.collectives.norm import normalise, rows_of, sum_by_mail
+from mkernel.backends.accelerators.cuda.collectives.norm import (
+    check_tree,
+    normalise,
+    rows_of,
+    sum_by_mail,
+)
 from mkernel.backends.accelerators.cuda.device_world import (
     NO_DATA,
     DispatchContext,
@@ -55,6 +62,7 @@ class SumExecutor:
             _staging(call.plan),
             blocks=2 * how.blocks,
             by_mail=how.way == "mail_twice",
+            tree=_by_tree(call.plan),
         )
         self._outputs = outputs_of(call.plan, context) if how.way == "two_shot" else made.Outputs()
 
@@ -63,6 +71,7 @@ class SumExecutor:
         """Return the symmetric memory that a plan needs. Unsupported."""
         world, how, made = one_node(plan), plan.part(SumSchedule), native()
         twice = how.way == "mail_twice"
+        check_tree(plan, twice=twice)
         if _keeps_rows(plan):
             try:
                 made.check_sum_rows(world, rows_of(plan, how.blocks, twice=twice))
@@ -83,8 +92,8 @@ class SumExecutor:
         if self._by_mail:
             world = self._alone if call.view == "compute_only" else self._world
             how = call.plan.part(SumSchedule)
-            twice = how.way == "mail_twice"
-            sum_by_mail(call, world, aligned(call.tensors["x"]), how.blocks, stream, twice)
+            twice, terms = how.way == "mail_twice", aligned(call.tensors["x"])
+            sum_by_mail(call, world, terms, how.blocks, stream, twice, _by_tree(call.plan))
             return
         if call.view == "compute_only":
             call.tensors["out"].copy_(call.tensors["x"])
@@ -106,7 +115,7 @@ class SumExecutor:
             plan.summed.m * plan.summed.n,
             list(symmetric.get("out", ())),
             self._outputs,
-            summed_rows(plan, how.blocks, how.way == "mail_twice"),
+            summed_rows(plan, how.blocks, how.way == "mail_twice", tree=_by_tree(plan)),
             self._by_mail,
         )
         return found
@@ -120,6 +129,11 @@ class SumExecutor:
         )
         element = getattr(made.Element, call.plan.dtype)
         made.all_reduce(together, element, x.data_ptr(), x.numel(), outs, made.Way.two_shot, stream)
+
+
+def _by_tree(plan: LaunchPlan) -> bool:
+    """Return whether kernels add by the tree; they add two terms as it does."""
+    return plan.invariant is not None and plan.part(SumSchedule).way != "mail_twice"
 
 
 def _keeps_rows(plan: LaunchPlan) -> bool:

@@ -19,6 +19,7 @@ from mkernel.backends.accelerators.cuda.operands import deliver, writable
 from mkernel.backends.accelerators.cuda.prefetch import prefetch_of
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import aligned
+from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.model import GemmShape, LaunchPlan, NormStep, SumShape
 
 if TYPE_CHECKING:
@@ -83,12 +84,14 @@ def sum_by_mail(
     blocks: int,
     stream: int,
     twice: bool = False,
+    tree: bool = False,
 ) -> None:
     """Queue the sums of all ranks' ``terms`` into ``out``, normalised if the launch does that.
     ``terms``: packed rows, at an address that kernels can use, of the results' dtype, or, in one
-    exchange, float32. ``twice``: in two exchanges, if the launch normalises."""
+    exchange, float32. ``twice``: in two exchanges, if the launch normalises. ``tree``: in one, added
+    as invariant results are."""
     norm, out = RowNorm.of(call), writable(call.tensors["out"])
-    given: dict[str, Any] = {"unrounded": terms.dtype == torch.float32}
+    given: dict[str, Any] = {"unrounded": terms.dtype == torch.float32, "tree": tree}
     given |= {} if norm is None else {"norm": norm.addresses(), "twice": twice}
     given |= prefetch_of(call)
     sums = rows_of(call.plan, blocks, source=terms.data_ptr(), out=out.data_ptr(), **given)
@@ -96,6 +99,24 @@ def sum_by_mail(
     deliver(out, call.tensors["out"])
     if norm is not None:
         norm.deliver(call)
+
+
+def check_tree(plan: LaunchPlan, *, twice: bool = False) -> None:
+    """Raise Unsupported for a tree of nodes that kernels do not round to, and ArgumentError for
+    invariant results by two Lamport exchanges (``twice``), which add more than two terms in another
+    order."""
+    invariant = plan.invariant
+    if invariant is None:
+        return
+    if invariant.partial_dtype != plan.out_dtype:
+        raise Unsupported(
+            f"accelerator {plan.accelerator!r} rounds the nodes of invariant sums to their results' "
+            f"dtype, {plan.out_dtype}; partial_dtype is {invariant.partial_dtype}; pass None"
+        )
+    if twice and plan.world_size > 2:
+        raise ArgumentError(
+            "plan.schedule.way", "'mail_twice'", "'mail' or 'two_shot', with invariant results"
+        )
 
 
 def normalise(call: Call, stream: int) -> None:

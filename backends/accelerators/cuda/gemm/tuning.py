@@ -52,7 +52,10 @@ def scheduled(request: ScheduleRequest) -> Scheduled:
     if not isinstance(plan.shape, SumShape):
         return library_tuning.schedule(request, found)
     normed, cores = plan.norm is not None, found.pipeline.compute_blocks
-    how = sums(plan.shape, plan.world_size, normed, cores, request.constants)
+    how = sums(
+        plan.shape, plan.world_size, normed, cores, request.constants,
+        twice=plan.invariant is None or plan.world_size == 2,
+    )  # fmt: skip
     return found._replace(schedule=how)
 
 
@@ -62,11 +65,13 @@ def sums(
     normed: bool,
     processors: int,
     constants: MachineConstants | None,
+    *,
+    twice: bool = True,
 ) -> SumSchedule:
     """Schedule AllReduce: one Lamport exchange if that is faster than two exchanges, everything
     fits, and a block can keep a row that it normalises; otherwise two exchanges, by mail if that is
     predicted to be faster and the same holds. ``constants``: of the plan; without mail, or None: two
-    exchanges by flags."""
+    exchanges by flags. ``twice``: two exchanges by mail may be taken."""
     nbytes = shape.m * shape.n * _ELEMENT_BYTES
     sent = payloads("all_reduce", shape, "bfloat16", world)
     library = None if constants is None else constants.library
@@ -76,7 +81,7 @@ def sums(
     way: SumWay = "two_shot"
     if brief and (not normed or mail.keeps_rows(shape, world, "one_shot")):
         way = "mail"
-    elif _MACHINE.twice_by_mail(sent.scatter, sent.spread, world, constants):
+    elif twice and _MACHINE.twice_by_mail(sent.scatter, sent.spread, world, constants):
         needed = mail.of_two_exchanges(shape.m * shape.n, world, "bfloat16", "bfloat16")
         fits = needed <= mail.MAIL_BYTES
         if fits and (not normed or mail.keeps_rows(shape, world, "two_shot")):

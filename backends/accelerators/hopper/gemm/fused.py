@@ -35,7 +35,11 @@ from mkernel.backends.accelerators.cuda.operands import deliver, writable
 from mkernel.backends.accelerators.cuda.schedule import TilingName
 from mkernel.backends.accelerators.cuda.starters import normed_rows
 from mkernel.backends.accelerators.hopper.gemm import tuning
-from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule
+from mkernel.backends.accelerators.hopper.schedule import (
+    GatherSchedule,
+    ReduceSchedule,
+    SegmentsSchedule,
+)
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace, aligned
 from mkernel.errors import ArgumentError, Unsupported
@@ -89,7 +93,7 @@ def _gather(plan: LaunchPlan) -> tuple[GatherSchedule, _kernels.AllGatherSchedul
 def _staging(plan: LaunchPlan) -> int:
     """Return the bytes that the collective of the sequential view needs."""
     made, world, elements = native(), plan.world_size, plan.gemm.m * plan.gemm.n
-    element, way = _element(plan), made.Way.two_shot
+    element, way = element_of(plan), made.Way.two_shot
     needed: int = (
         made.reduce_scatter_staging(world, element, elements // world)
         if plan.op == "gemm_reduce_scatter"
@@ -98,7 +102,8 @@ def _staging(plan: LaunchPlan) -> int:
     return needed
 
 
-def _element(plan: LaunchPlan) -> _kernels.Element:
+def element_of(plan: LaunchPlan) -> _kernels.Element:
+    """Return the type of a plan's results, as collectives take it."""
     found: _kernels.Element = getattr(native().Element, plan.out_dtype)
     return found
 
@@ -119,7 +124,7 @@ class AllGatherExecutor:
         self._plan = plan
         self._several = plan.world_size > 1
         self._world = device_world(call, context)
-        self._product = _product(plan, how, how.tiling)
+        self._product = product_of(plan, how, how.tiling)
         rows = plan.gemm.m // plan.world_size
         self._rows, self._schedule = rows, schedule
         self._pipelined = made.PipelinedGather(
@@ -219,7 +224,7 @@ class ReduceExecutor:
         self._context = context
         self._plan = plan
         self._world = device_world(call, context)
-        self._product = _product(plan, how, how.tiling)
+        self._product = product_of(plan, how, how.tiling)
         self._everywhere = plan.op == "gemm_all_reduce"
 
         def schedule(alone: bool) -> _kernels.ReduceSchedule:
@@ -322,7 +327,7 @@ class ReduceExecutor:
         )
         how = plan.part(ReduceSchedule)
         alone_tensors = operands._replace(out=partial, bias=None).tensors()
-        product = _product(plan, how, how.product_tiling).of(alone_tensors)
+        product = product_of(plan, how, how.product_tiling).of(alone_tensors)
         schedule = made.AllGatherSchedule(shape.m, shape.m)
         made.all_gather_gemm(context.device, alone, product, schedule, False, stream)
         if plan.nodes > 1:
@@ -340,7 +345,7 @@ class ReduceExecutor:
             _staging(plan),
             blocks=collective_blocks(context),
         )
-        element, elements, partials = _element(plan), shape.m * shape.n, partial.data_ptr()
+        element, elements, partials = element_of(plan), shape.m * shape.n, partial.data_ptr()
         if plan.op == "gemm_reduce_scatter":
             part = elements // world
             made.reduce_scatter(
@@ -434,11 +439,14 @@ def scaling(plan: LaunchPlan) -> _kernels.Scaling:
     return by[mode]
 
 
-def _product(
-    plan: LaunchPlan, how: GatherSchedule | ReduceSchedule, tiling: TilingName
+def product_of(
+    plan: LaunchPlan,
+    how: GatherSchedule | ReduceSchedule | SegmentsSchedule,
+    tiling: TilingName,
+    k: int | None = None,
 ) -> _kernels.Product:
-    """Return the plan's product, without tensors yet. ArgumentError: tiles that add with fewer bits
-    than required, or that are for e4m3 operands only."""
+    """Return the plan's product, or that of ``k`` of its K, without tensors yet. ArgumentError: tiles
+    that add with fewer bits than required, or that are for e4m3 operands only."""
     made = native()
     promotes = plan.scales is not None and not plan.scales.use_fast_accum
     if promotes != (tiling == "promoted"):
@@ -446,7 +454,7 @@ def _product(
         raise ArgumentError("plan.schedule.tiling", repr(tiling), legal)
     product: _kernels.Product = made.Product(
         n=plan.gemm.n,
-        k=plan.gemm.k,
+        k=plan.gemm.k if k is None else k,
         half=plan.out_dtype == "float16",
         n_major=plan.b_layout == "row",
         tiling=getattr(made.Tiling, tiling),

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import math
 
-from mkernel.backends.accelerators.cuda.gemm import tuning
+from mkernel.backends.accelerators.cuda.gemm import library_tuning, tuning
 from mkernel.backends.accelerators.cuda.machine import CudaMachine, Spread, machine
-from mkernel.backends.accelerators.cuda.schedule import FLAGS, TilingName
+from mkernel.backends.accelerators.cuda.schedule import FLAGS, TilingName, Way
 from mkernel.backends.accelerators.cuda.transfer.engines import Choice
 from mkernel.backends.accelerators.hopper.gemm import scaled_tuning
 from mkernel.backends.accelerators.hopper.schedule import (
     FewRowsSchedule,
     GatherSchedule,
     ReduceSchedule,
+    SegmentsSchedule,
 )
 from mkernel.plan import paths
 from mkernel.plan.few_rows import cut
@@ -49,6 +50,10 @@ TILE_ROWS = _MACHINE.tilings.block_rows
 CLUSTER_TILES = {**_MACHINE.tilings.clusters, "deep": _MACHINE.tilings.clusters["wide"]}
 """The rows and columns that a cluster computes at a time. Deep tiles, of plans of earlier versions,
 are wide ones; the first of equal ones is planned."""
+INVARIANT_TILINGS: tuple[TilingName, ...] = ("wide",)
+"""The tilings of calls that promise invariant results, besides that of promoted sums; the first is
+taken. Others may follow as far as their instructions add alike
+(``bench/invariant_instructions.py``)."""
 BAND = _MACHINE.tilings.band
 PUSH_BLOCKS = _MACHINE.pushing.blocks
 PUSHERS = PUSH_BLOCKS * _MACHINE.pushing.threads_of_a_block
@@ -75,6 +80,8 @@ def _scheduled(request: ScheduleRequest) -> Scheduled:
     processors = found.pipeline.compute_blocks
     made: Schedule
     shape = plan.gemm
+    if plan.invariant is not None and plan.op != "all_gather_gemm":
+        return found._replace(schedule=segments(request, processors), prediction=None)
     if plan.scales is not None:
         return _of_scaled(request, found)
     if plan.nodes == 1 and (
@@ -110,6 +117,7 @@ def _scheduled(request: ScheduleRequest) -> Scheduled:
             made = gather_between_nodes(
                 rows, shape.n, shape.k, world, chunk, processors,
                 plan.ranks_per_node, found.pipeline.exchange,
+                None if plan.invariant is None else INVARIANT_TILINGS[0],
             )  # fmt: skip
     return found._replace(schedule=made)
 
@@ -129,6 +137,8 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
         )
     k = _up(shape.k, ELEMENT_BYTES)
     tiles = _tiling_of_scaled_call(request, cores) if plan.scales.use_fast_accum else "promoted"
+    if plan.invariant is not None and plan.scales.use_fast_accum:
+        tiles = INVARIANT_TILINGS[0]
     made: GatherSchedule | ReduceSchedule
     if plan.op == "all_gather_gemm":
         rows = shape.m // world
@@ -175,6 +185,8 @@ def _tiling_of_call(request: ScheduleRequest, processors: int) -> TilingName | N
     """Return the tiling with which a call of one node is predicted to be the fastest. None: there
     are no constants for it."""
     plan, constants = request.plan, request.constants
+    if plan.invariant is not None:
+        return INVARIANT_TILINGS[0]
     if constants is None or constants.fused is None:
         return None
     _, tile = paths.fused(
@@ -246,6 +258,7 @@ def gather_between_nodes(
     processors: int,
     local: int = 1,
     exchange: Exchange = "direct",
+    tiles: TilingName | None = None,
 ) -> GatherSchedule:
     """Schedule AllGather+GEMM for ranks on several nodes, ``local`` on each: blocks of the kernel
     send, in puts of a size that keeps a NIC busy."""
@@ -256,7 +269,7 @@ def gather_between_nodes(
     if chunk == rows:  # no chunk was requested: the shard is published in parts
         chunk = min(rows, max(_up(network.put_bytes, k * ELEMENT_BYTES), least))
     return GatherSchedule(
-        tiling=tiling(rows, world, n, k, processors - blocks),
+        tiling=tiles or tiling(rows, world, n, k, processors - blocks),
         chunk_rows=chunk,
         push_blocks=blocks,
         band=network.band,
@@ -361,6 +374,21 @@ def reduce(
         product_tiling=whole,
         network_blocks=height // TILE_ROWS if nodes > 1 else 0,
         exchange=exchange,
+    )
+
+
+def segments(request: ScheduleRequest, processors: int) -> SegmentsSchedule:
+    """Schedule invariant results of a reduction. Nothing is predicted of them."""
+    plan = request.plan
+    promoted = plan.scales is not None and not plan.scales.use_fast_accum
+    way: Way | None = "one_shot" if plan.op == "gemm_all_reduce" else None
+    nbytes = plan.gemm.m * plan.gemm.n * DTYPE_BYTES[plan.out_dtype]
+    one = plan.world_size > 1 and (way is None or _MACHINE.in_one(nbytes, plan.world_size))
+    return SegmentsSchedule(
+        tiling="promoted" if promoted else INVARIANT_TILINGS[0],
+        blocks=processors,
+        band=BAND,
+        by_mail=one and library_tuning.by_mail(plan, plan.out_dtype, way, request.constants),
     )
 
 

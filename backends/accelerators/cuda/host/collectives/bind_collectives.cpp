@@ -28,13 +28,14 @@ using collectives::Collective;
 using collectives::Outs;
 
 Collective collective(const DeviceWorld& world, std::uint64_t staging_bytes, std::uint64_t staging,
-                      std::uint32_t blocks, bool by_mail) {
+                      std::uint32_t blocks, bool by_mail, bool tree) {
     return {.workspace = workspace_of(world),
             .limits = limits_of(world),
             .staging = staging,
             .staging_bytes = staging_bytes,
             .blocks = blocks,
-            .by_mail = by_mail};
+            .by_mail = by_mail,
+            .tree = tree};
 }
 
 Collective of_call(Collective call, std::uint32_t number, double timeout_s,
@@ -69,7 +70,7 @@ const void* source(std::uint64_t address) {
 
 RowsOfSums rows_of_sums(std::uint64_t from, std::uint64_t out, std::uint32_t rows,
                         std::uint32_t columns, bool half, std::uint32_t blocks, const RowNorm& norm,
-                        bool twice, bool unrounded, const Prefetch& prefetch) {
+                        bool twice, bool unrounded, const Prefetch& prefetch, bool tree) {
     return {.from = source(from),
             .out = reinterpret_cast<void*>(out),
             .rows = rows,
@@ -79,6 +80,7 @@ RowsOfSums rows_of_sums(std::uint64_t from, std::uint64_t out, std::uint32_t row
             .blocks = blocks,
             .twice = twice,
             .unrounded = unrounded,
+            .tree = tree,
             .prefetch = prefetch};
 }
 
@@ -86,7 +88,7 @@ void bind_sum_rows(py::module_& module) {
     py::class_<RowsOfSums>(module, "RowsOfSums")
         .def(py::init(&rows_of_sums), py::kw_only(), "source"_a = 0, "out"_a = 0, "rows"_a,
              "columns"_a, "half"_a, "blocks"_a, "norm"_a = RowNorm{}, "twice"_a = false,
-             "unrounded"_a = false, "prefetch"_a = Prefetch{});
+             "unrounded"_a = false, "prefetch"_a = Prefetch{}, "tree"_a = false);
     py::class_<SummedRows>(module, "SummedRows")
         .def(py::init<RowsOfSums, std::optional<float>>(), "rows"_a, "eps"_a = py::none());
     module.attr("MOST_NORMED_COLUMNS") = kMostNormedColumns;
@@ -166,7 +168,7 @@ void bind_collectives(py::module_& module) {
     py::enum_<Way>(module, "Way").value("one_shot", Way::one_shot).value("two_shot", Way::two_shot);
     py::class_<Collective>(module, "Collective")
         .def(py::init(&collective), "world"_a, "staging_bytes"_a, "staging"_a = 0, "blocks"_a = 0,
-             "by_mail"_a = false)
+             "by_mail"_a = false, "tree"_a = false)
         .def("of_call", &of_call, "number"_a, "timeout_s"_a, "landings"_a = Landings{},
              "prefetch"_a = Prefetch{});
 

@@ -60,15 +60,16 @@ void bind_parts(py::module_& module) {
         [](int device, const DeviceWorld& world, collectives::Element element,
            const std::vector<std::uint64_t>& parts, std::uint64_t elements, std::uint64_t out,
            std::uint32_t blocks, bool ends, std::uint64_t stream, std::uint64_t bias,
-           std::uint32_t columns) {
+           std::uint32_t columns, bool tree) {
             const cuda::DeviceScope scope(device);
-            collectives::sum_parts(workspace_of(world), limits_of(world), element,
-                                   parts_of(parts, elements, out),
+            collectives::Parts added = parts_of(parts, elements, out);
+            added.tree = tree;
+            collectives::sum_parts(workspace_of(world), limits_of(world), element, added,
                                    {reinterpret_cast<const void*>(bias), columns}, blocks, ends,
                                    cuda::stream_at(stream));
         },
         "device"_a, "world"_a, "element"_a, "parts"_a, "elements"_a, "out"_a, "blocks"_a, "ends"_a,
-        "stream"_a, "bias"_a = 0, "columns"_a = 0, released);
+        "stream"_a, "bias"_a = 0, "columns"_a = 0, "tree"_a = false, released);
 }
 
 }  // namespace mkernel::cuda

@@ -178,7 +178,7 @@ __global__ __launch_bounds__(kThreads,
 }
 
 // Sends part p of every source to rank p, which sums it. kGather: the sums go to every rank.
-template <class In, class Out, bool kGather, bool kBias>
+template <class In, class Out, bool kGather, bool kBias, bool kTree>
 __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_constant__ Args args) {
     constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
     __shared__ Transfers transfers;
@@ -204,16 +204,16 @@ __global__ __launch_bounds__(kThreads, 2) void reduce_kernel(const __grid_consta
         const Chunk chunk = chunk_of(args.cut, index, args.bytes_of(rank));
         const bool aligned = set_transfers(transfers, world, [&](int i) {
             const char* own = args.src + rank * args.part;
-            transfers.src[i] =
-                (i == 0 ? own : args.slot_at(slots, rank, (rank + i) % world)) + chunk.at;
+            const int from = kTree ? i : (rank + i) % world;
+            transfers.src[i] = (from == rank ? own : args.slot_at(slots, rank, from)) + chunk.at;
             // Every rank that sent its part is in this call: its symmetric out may be written.
             transfers.dst[i] = (kGather ? args.result_sent_to<kNarrower>(slots, args.peer(i + 1))
                                         : args.outs[rank]) +
                                chunk.at / kNarrower;
         });
-        sum_to_each<kBias, In, Out>(transfers, world, chunk.bytes, kGather ? world : 1,
-                                    args.bias_from<kBias, In, Out>(rank * args.part + chunk.at),
-                                    aligned);
+        sum_to_each<kBias, In, Out, kTree>(
+            transfers, world, chunk.bytes, kGather ? world : 1,
+            args.bias_from<kBias, In, Out>(rank * args.part + chunk.at), aligned);
         if (kGather && !args.symmetric) exchange.raise(args.flags_of(args.cut.chunks + index));
         return true;
     };
@@ -332,12 +332,18 @@ void launch(void (*kernel)(Args), const Args& args, const Collective& call, cuda
 using Kernel = void (*)(Args);
 
 template <bool kGather>
-Kernel reduce_of(Element element, const Bias& bias) {
+Kernel reduce_of(Element element, const Bias& bias, bool tree) {
     return of_element<Kernel>(element, [&](auto source, auto result) -> Kernel {
         using In = decltype(source);
         using Out = decltype(result);
-        return bias.row == nullptr ? reduce_kernel<In, Out, kGather, false>
-                                   : reduce_kernel<In, Out, kGather, true>;
+        if constexpr (sizeof(In) == sizeof(Out)) {
+            if (tree) {
+                return bias.row == nullptr ? reduce_kernel<In, Out, kGather, false, true>
+                                           : reduce_kernel<In, Out, kGather, true, true>;
+            }
+        }
+        return bias.row == nullptr ? reduce_kernel<In, Out, kGather, false, false>
+                                   : reduce_kernel<In, Out, kGather, true, false>;
     });
 }
 
@@ -412,8 +418,9 @@ void reduce_scatter(const Collective& call, Element element, const void* src,
     check_call(call, src, outs, reduce_scatter_staging(world, element, part_elements),
                source_bytes(element), kResultBytes);
     check_bias(bias, part_elements);
+    if (call.tree) check_tree(world, element);
     const std::uint64_t part = part_elements * source_bytes(element);
-    const bool copied = !from_float32(element) && bias.row == nullptr;
+    const bool copied = !from_float32(element) && bias.row == nullptr && !call.tree;
     if (part == 0 || (copied && is_trivial(call, src, outs, part, stream))) return;
     if (call.by_mail && world > 1) {
         reduce_scatter_by_mail(call, element, src, part_elements, out, bias, stream);
@@ -421,7 +428,7 @@ void reduce_scatter(const Collective& call, Element element, const void* src,
     }
     Args args = make_args(call, src, outs, world * part, part, part, 1, cut(part, world, 1));
     args.bias = bias;
-    launch(reduce_of<false>(element, bias), args, call, stream);
+    launch(reduce_of<false>(element, bias, call.tree), args, call, stream);
 }
 
 void all_reduce(const Collective& call, Element element, const void* src, std::uint64_t elements,
@@ -430,8 +437,15 @@ void all_reduce(const Collective& call, Element element, const void* src, std::u
     check_call(call, src, out, all_reduce_staging(world, element, elements, way, out.symmetric),
                source_bytes(element), kResultBytes);
     check_bias(bias, elements);
+    if (call.tree) {
+        check_tree(world, element);
+        if (call.by_mail != (way == Way::one_shot)) {
+            throw std::invalid_argument(
+                "a tree by one shot with flags, or by two exchanges of mail");
+        }
+    }
     const std::uint64_t total = elements * source_bytes(element);
-    const bool copied = !from_float32(element) && bias.row == nullptr;
+    const bool copied = !from_float32(element) && bias.row == nullptr && !call.tree;
     if (total == 0 || (copied && is_trivial(call, src, out, total, stream))) return;
     if (call.by_mail && world > 1 && (way == Way::one_shot || !out.symmetric)) {
         const auto by_mail = way == Way::one_shot ? all_reduce_by_mail : all_reduce_twice_by_mail;
@@ -450,7 +464,7 @@ void all_reduce(const Collective& call, Element element, const void* src, std::u
     args.bias = bias;
     args.landings = call.landings;
     args.landings.told = call.landings.told && !out.symmetric && !args.brief;
-    launch(reduce_of<true>(element, bias), args, call, stream);
+    launch(reduce_of<true>(element, bias, call.tree), args, call, stream);
 }
 
 }  // namespace mkernel::cuda::collectives

@@ -14,7 +14,8 @@
 //
 // Sums are float32, rounded once, in a fixed order: the owner's own elements, then those of ranks
 // owner + 1, owner + 2, ... modulo the world, then the bias. Every element has one owner, whichever way is taken,
-// so results do not depend on timing, grid or size class, and are the same bits on all ranks.
+// so results do not depend on timing, grid or size class, and are the same bits on all ranks. With more than two ranks
+// they do depend on the place of an element; by the `tree` they do not.
 //
 // Reuse. Small calls into private outs are brief (device/call.cuh), and the others end on a rank only
 // when all peers have ended them: slots and flags are free for the next call. `src` and `out` are
@@ -59,6 +60,9 @@ struct Collective {
     // Exchanges by mail, as mail.hpp describes: for small calls. A two-shot call into symmetric
     // outs goes by flags all the same.
     bool by_mail = false;
+    // Of invariant results: terms are added by the tree (ordered_sum.cuh), ranks and 16-bit terms alone, not by one
+    // shot with flags or by two exchanges of mail.
+    bool tree = false;
     // The landings of a two-shot all_reduce into an out that is not symmetric, neither brief nor by mail.
     Landings landings{};
     Prefetch prefetch{};  // of an all_reduce by mail; others ignore it

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <stdexcept>
+#include <string>
 
 #include "backends/accelerators/cuda/error.hpp"
 #include "backends/accelerators/cuda/kernels/collectives/collectives.hpp"
@@ -32,6 +33,15 @@ Kernel of_element(Element element, Pick&& pick) {
             return pick(float{}, __half{});
     }
     throw std::invalid_argument("no such element");
+}
+
+// Throws unless invariant results are added so: a power of two of terms, of results' type.
+inline void check_tree(int terms, Element element) {
+    if ((terms & (terms - 1)) != 0 || from_float32(element)) {
+        throw std::invalid_argument("a tree of " + std::to_string(terms) +
+                                    (from_float32(element) ? " float32" : " 16-bit") +
+                                    " terms; expected a power of two, and 16 bits");
+    }
 }
 
 // Returns the most blocks that the call may have, such that each finds a place.

@@ -185,7 +185,7 @@ __device__ bool take(char* from, Eight<In>& eight, const transport::DeviceWaiter
     return mailbox::take(at, eight.v, waiter, what);
 }
 
-template <class In, class Out, bool kScatter, bool kWhole>
+template <class In, class Out, bool kScatter, bool kWhole, bool kTree>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     mail_reduce_kernel(const __grid_constant__ Reduced args) {
     const Sent& sent = args.sent;
@@ -220,15 +220,16 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
     for_own(places, [&](std::uint32_t place) {
         const int owner = kScatter ? rank : static_cast<int>(place * 8 / args.owned);
         const Eight<In> mine = own(place, rank);
-        Sum8<Out> sum;
+        TreeOr<kTree, In, Sum8<Out>> terms;
 #pragma unroll 1
         for (int step = 0; step < world; ++step) {
-            const int from = sent.after(owner, step);
+            const int from = kTree ? step : sent.after(owner, step);
             Eight<In> theirs = mine;
             char* const at = sent.mail(rank, from, epoch) + place * sizeof(theirs);
             if (from != rank && !take(at, theirs, waiter, mail_of(from, place))) return false;
-            sum.add(theirs);
+            terms.add(theirs);
         }
+        Sum8<Out> sum = total<Out>(terms);
         if (args.bias.row != nullptr) {
             const std::uint32_t first = (kScatter ? rank * args.elements : 0) + place * 8;
             Eight<Out> more;
@@ -393,8 +394,14 @@ void reduce(const Collective& call, Element element, const void* src, std::uint6
     const auto kernel = of_element<void (*)(Reduced)>(element, [&](auto source, auto result) {
         using In = decltype(source);
         using Out = decltype(result);
-        return vectors ? &mail_reduce_kernel<In, Out, kScatter, true>
-                       : &mail_reduce_kernel<In, Out, kScatter, false>;
+        if constexpr (sizeof(In) == sizeof(Out)) {
+            if (call.tree) {
+                return vectors ? &mail_reduce_kernel<In, Out, kScatter, true, true>
+                               : &mail_reduce_kernel<In, Out, kScatter, false, true>;
+            }
+        }
+        return vectors ? &mail_reduce_kernel<In, Out, kScatter, true, false>
+                       : &mail_reduce_kernel<In, Out, kScatter, false, false>;
     });
     launch(kernel, args, call, static_cast<std::uint32_t>(places), stream);
 }

@@ -1,12 +1,15 @@
-// Sums of several ranks' floats in a fixed order: float32, rounded once to 16 bits.
+// Sums of several ranks' floats in a fixed order: float32, rounded once to 16 bits; or, of invariant results, in the one
+// tree (mkernel/plan/invariance.py), rounded to the terms' type at each of its nodes, and then to 16 bits.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "backends/accelerators/cuda/kernels/collectives/exchange.cuh"
+#include "backends/accelerators/cuda/kernels/eight.cuh"
 
 namespace mkernel::cuda::collectives {
 
@@ -38,6 +41,41 @@ struct Eight {
     }
 };
 
+// One thread's tree over 8 elements of terms that come in the order of ranks, a power of two of them: a node is the
+// float32 sum of two neighbours, rounded to Node, of 16 bits.
+template <class Node>
+class Tree {
+  public:
+    __device__ void add(uint4 term) {
+        bool open = true;
+#pragma unroll
+        for (int level = 0; level < kLevels; ++level) {
+            if (open && (count_ >> level & 1) != 0) {
+                float sum[8] = {};
+                add_eight<Node>(sum, nodes_[level]);
+                add_eight<Node>(sum, term);
+                term = round_eight<Node>(sum);
+            } else if (open) {
+                open = false;
+                nodes_[level] = term;
+            }
+        }
+        ++count_;
+        root_ = term;
+    }
+    __device__ void add(const Eight<Node>& term) { add(term.v[0]); }
+    // Adds the root of what has been added.
+    __device__ void add_root_to(float (&sum)[8]) const { add_eight<Node>(sum, root_); }
+
+  private:
+    static constexpr int kLevels = 4;
+    static_assert(kMaxRanks <= 1 << kLevels);
+
+    uint4 nodes_[kLevels];  // of each level, the left one that waits for the right one
+    uint4 root_;
+    int count_ = 0;
+};
+
 // One thread's sums of 8 elements, from +0 on, so that a term that is -0 changes nothing.
 template <class Out>
 class Sum8 {
@@ -47,6 +85,10 @@ class Sum8 {
         const More* elements = reinterpret_cast<const More*>(more.v);
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum_[i] += widen(elements[i]);
+    }
+    template <class Node>
+    __device__ void add(const Tree<Node>& tree) {
+        tree.add_root_to(sum_);
     }
     __device__ uint4 rounded() const {
         static_assert(sizeof(Out) == 2);
@@ -60,6 +102,22 @@ class Sum8 {
   private:
     float sum_[8] = {};
 };
+
+template <bool kTree, class In, class Other>
+using TreeOr = typename std::conditional_t<kTree, std::type_identity<Tree<In>>,
+                                           std::type_identity<Other>>::type;
+
+// Returns what terms have added up to.
+template <class Out, class Terms>
+__device__ inline Sum8<Out> total(const Terms& terms) {
+    if constexpr (std::is_same_v<Terms, Sum8<Out>>) {
+        return terms;
+    } else {
+        Sum8<Out> sum;
+        sum.add(terms);
+        return sum;
+    }
+}
 
 // A row that is added to every row of a result, as it applies to one chunk of the result.
 template <class Out>
@@ -79,18 +137,18 @@ struct RowOfChunk {
     }
 };
 
-// Stores at dst[i], i < count, the sum of `nbytes` of src[0], src[1], ..., src[world - 1], in that order, and
+// Stores at dst[i], i < count, the sum of `nbytes` of src[0], src[1], ..., src[world - 1], in that order, or kTree, and
 // of `bias`, if kBias: registers are scarce here. Called by the whole block. `aligned`: all those addresses
 // are multiples of 16.
-template <bool kBias, class In, class Out>
+template <bool kBias, class In, class Out, bool kTree = false>
 __device__ void sum_to_each(const Transfers& transfers, int world, std::uint32_t nbytes, int count,
                             const RowOfChunk<Out>& bias, bool aligned) {
-    constexpr int kBatch = sizeof(In) == 2 ? 4 : 2;  // loads under way, 16 registers
+    constexpr int kBatch = kTree ? 1 : sizeof(In) == 2 ? 4 : 2;  // loads under way, 16 registers
     constexpr std::uint32_t kWhole = 8 * sizeof(In);
     constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
     const std::uint32_t whole = aligned ? nbytes / kWhole * kWhole : 0;
     for (std::uint32_t at = threadIdx.x * kWhole; at < whole; at += kThreads * kWhole) {
-        Sum8<Out> sum;
+        TreeOr<kTree, In, Sum8<Out>> terms;
         for (int step = 0; step < world; step += kBatch) {
             Eight<In> eight[kBatch];
 #pragma unroll
@@ -99,22 +157,31 @@ __device__ void sum_to_each(const Transfers& transfers, int world, std::uint32_t
             }
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                if (step + i < world) sum.add(eight[i]);
+                if (step + i < world) terms.add(eight[i]);
             }
         }
+        Sum8<Out> sum = total<Out>(terms);
         if constexpr (kBias) sum.add(bias.eight(at / sizeof(In)));
         const uint4 rounded = sum.rounded();
         for (int i = 0; i < count; ++i) ptx::store_16(transfers.dst[i] + at / kNarrower, rounded);
     }
     for (std::uint32_t at = whole + threadIdx.x * sizeof(In); at < nbytes;
          at += kThreads * sizeof(In)) {
-        float sum = 0;
+        float sum[8] = {};
+        [[maybe_unused]] TreeOr<kTree, In, Sum8<Out>> tree;
         for (int step = 0; step < world; ++step) {
-            sum += widen(*reinterpret_cast<const In*>(transfers.src[step] + at));
+            const In term = *reinterpret_cast<const In*>(transfers.src[step] + at);
+            if constexpr (kTree) {
+                tree.add(
+                    uint4{std::uint32_t{reinterpret_cast<const std::uint16_t&>(term)}, 0, 0, 0});
+            } else {
+                sum[0] += widen(term);
+            }
         }
-        if constexpr (kBias) sum += bias.one(at / sizeof(In));
+        if constexpr (kTree) tree.add_root_to(sum);
+        if constexpr (kBias) sum[0] += bias.one(at / sizeof(In));
         Out rounded;
-        narrow(sum, rounded);
+        narrow(sum[0], rounded);
         for (int i = 0; i < count; ++i) {
             *reinterpret_cast<Out*>(transfers.dst[i] + at / kNarrower) = rounded;
         }

@@ -294,8 +294,10 @@ __device__ void send_row(const RowsOfSums& sums, const Row<Element, kBatch>& row
     });
 }
 
+struct NoTree {};
+
 // A block sends its next row before it waits for this one. Blocks without a row prefetch alone.
-template <class Element, class In, int kBatch, bool kNorm>
+template <class Element, class In, int kBatch, bool kNorm, bool kTree = false>
 __global__ void __launch_bounds__(kRowThreads<In>, 1)
     sum_rows_kernel(const __grid_constant__ Args args) {
     ptx::wait_for_grid_before();
@@ -322,11 +324,18 @@ __global__ void __launch_bounds__(kRowThreads<In>, 1)
                              float(&sums)[kBatch][8]) {
             Terms<In> own[kBatch];
             row.load_terms(args.sums.from, first, own);
+            [[maybe_unused]] collectives::TreeOr<kTree, In, NoTree> trees[kBatch];
+            const auto add = [&](int i, const uint4* words) {
+                if constexpr (kTree) {
+                    trees[i].add(*words);
+                } else {
+                    add_terms<In>(sums[i], words);
+                }
+            };
 #pragma unroll 1
             for (int source = 0; source < workspace.world; ++source) {
                 if (source == workspace.rank) {
-                    row.for_batch(first,
-                                  [&](int i, unsigned) { add_terms<In>(sums[i], own[i].v); });
+                    row.for_batch(first, [&](int i, unsigned) { add(i, own[i].v); });
                     continue;
                 }
                 const auto peer = static_cast<std::uint32_t>(source);
@@ -337,9 +346,11 @@ __global__ void __launch_bounds__(kRowThreads<In>, 1)
                     at);
                 if (!mailbox::take(at, words, waiter, {transport::kMail, peer, number}))
                     return false;
-                row.for_batch(first, [&](int i, unsigned) {
-                    add_terms<In>(sums[i], words + i * Terms<In>::kVectors);
-                });
+                row.for_batch(first,
+                              [&](int i, unsigned) { add(i, words + i * Terms<In>::kVectors); });
+            }
+            if constexpr (kTree) {
+                row.for_batch(first, [&](int i, unsigned) { trees[i].add_root_to(sums[i]); });
             }
             return true;
         };
@@ -585,6 +596,10 @@ bool are_short(const RowsOfSums& sums) {
 
 template <class Element, int kBatch>
 auto kernel_of(const RowsOfSums& sums) {
+    if (sums.tree) {
+        return sums.norm.weight == nullptr ? &sum_rows_kernel<Element, Element, kBatch, false, true>
+                                           : &sum_rows_kernel<Element, Element, kBatch, true, true>;
+    }
     if (sums.norm.weight == nullptr) return &sum_rows_kernel<Element, Element, kBatch, false>;
     return sums.twice ? &sum_rows_twice_kernel<Element, kBatch>
                       : &sum_rows_kernel<Element, Element, kBatch, true>;
@@ -627,6 +642,10 @@ void sum_rows(const Workspace& workspace, const transport::WaitLimits& limits,
     if (sums.twice && !norm) throw std::invalid_argument("two exchanges of rows without a norm");
     if (sums.unrounded && (sums.twice || !norm)) {
         throw std::invalid_argument("float32 terms without a norm, or in two exchanges");
+    }
+    if (sums.tree && (sums.twice || sums.unrounded || (world & (world - 1)) != 0)) {
+        throw std::invalid_argument("a tree of float32 terms, in two exchanges, or of " +
+                                    std::to_string(world) + " ranks; expected a power of two");
     }
     if (sums.rows == 0) return;
     const Args args{workspace, limits, sums, owned_rows(world, sums), slot_bytes(world, sums)};

@@ -41,7 +41,8 @@ struct RowsOfSums {
         blocks;  // multiprocessors whose blocks there are at most; 0: all. The same on all ranks
     bool twice = false;      // by two exchanges; there is a norm
     bool unrounded = false;  // `from` are float32 terms, in one exchange
-    Prefetch prefetch{};     // while they are summed
+    bool tree = false;  // added by the tree of invariant results (ordered_sum.cuh), in one exchange
+    Prefetch prefetch{};  // while they are summed
 };
 
 // Rows that sum_rows normalises lie in shared memory, unrounded.

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "backends/accelerators/cuda/kernels/collectives/launch.cuh"
 #include "backends/accelerators/cuda/kernels/collectives/ordered_sum.cuh"
 #include "backends/accelerators/cuda/small_launch.cuh"
 
@@ -13,7 +14,7 @@ namespace {
 
 constexpr std::uint32_t kChunkElements = 16u << 10;
 
-template <class In, class Out, bool kBias>
+template <class In, class Out, bool kBias, bool kTree>
 __global__ __launch_bounds__(kThreads,
                              2) void sum_parts_kernel(const __grid_constant__ Workspace workspace,
                                                       transport::WaitLimits limits,
@@ -32,9 +33,9 @@ __global__ __launch_bounds__(kThreads,
             row = {static_cast<const Out*>(bias.row), bias.columns,
                    static_cast<std::uint32_t>(first % bias.columns)};
         }
-        sum_to_each<kBias, In, Out>(transfers, parts.count,
-                                    static_cast<std::uint32_t>(count * sizeof(In)), 1, row,
-                                    aligned);
+        sum_to_each<kBias, In, Out, kTree>(transfers, parts.count,
+                                           static_cast<std::uint32_t>(count * sizeof(In)), 1, row,
+                                           aligned);
     }
     if (!ends) return;
     __syncthreads();
@@ -46,29 +47,37 @@ __global__ __launch_bounds__(kThreads,
 using Kernel = void (*)(Workspace, transport::WaitLimits, Parts, Bias, bool);
 
 template <class In, class Out>
-Kernel kernel_of(const Bias& bias) {
-    return bias.row == nullptr ? sum_parts_kernel<In, Out, false> : sum_parts_kernel<In, Out, true>;
+Kernel kernel_of(const Bias& bias, bool tree) {
+    if constexpr (sizeof(In) == sizeof(Out)) {
+        if (tree) {
+            return bias.row == nullptr ? sum_parts_kernel<In, Out, false, true>
+                                       : sum_parts_kernel<In, Out, true, true>;
+        }
+    }
+    return bias.row == nullptr ? sum_parts_kernel<In, Out, false, false>
+                               : sum_parts_kernel<In, Out, true, false>;
 }
 
-Kernel kernel_of(Element element, const Bias& bias) {
+Kernel kernel_of(Element element, const Bias& bias, bool tree) {
     switch (element) {
         case Element::bfloat16:
-            return kernel_of<__nv_bfloat16, __nv_bfloat16>(bias);
+            return kernel_of<__nv_bfloat16, __nv_bfloat16>(bias, tree);
         case Element::float16:
-            return kernel_of<__half, __half>(bias);
+            return kernel_of<__half, __half>(bias, tree);
         case Element::float32_to_bfloat16:
-            return kernel_of<float, __nv_bfloat16>(bias);
+            return kernel_of<float, __nv_bfloat16>(bias, tree);
         case Element::float32_to_float16:
-            return kernel_of<float, __half>(bias);
+            return kernel_of<float, __half>(bias, tree);
     }
     throw std::invalid_argument("no such element");
 }
 
-void check(const Parts& parts, const Bias& bias, std::uint32_t blocks) {
+void check(const Parts& parts, Element element, const Bias& bias, std::uint32_t blocks) {
     if (parts.count < 1 || parts.count > kMaxRanks) {
         throw std::invalid_argument("a sum of " + std::to_string(parts.count) + " parts; 1 to " +
                                     std::to_string(kMaxRanks));
     }
+    if (parts.tree) check_tree(parts.count, element);
     if (parts.elements == 0 || blocks == 0) {
         throw std::invalid_argument("a sum of " + std::to_string(parts.elements) + " elements on " +
                                     std::to_string(blocks) + " blocks");
@@ -85,8 +94,8 @@ void check(const Parts& parts, const Bias& bias, std::uint32_t blocks) {
 
 template <class In, class Out>
 void load_kernels() {
-    cuda::load_kernel(sum_parts_kernel<In, Out, false>);
-    cuda::load_kernel(sum_parts_kernel<In, Out, true>);
+    cuda::load_kernel(sum_parts_kernel<In, Out, false, false>);
+    cuda::load_kernel(sum_parts_kernel<In, Out, true, false>);
 }
 
 }  // namespace
@@ -101,9 +110,9 @@ void load_sum_parts() {
 void sum_parts(const Workspace& workspace, const transport::WaitLimits& limits, Element element,
                const Parts& parts, const Bias& bias, std::uint32_t blocks, bool ends,
                cudaStream_t stream) {
-    check(parts, bias, blocks);
+    check(parts, element, bias, blocks);
     const std::uint64_t chunks = (parts.elements + kChunkElements - 1) / kChunkElements;
-    cuda::launch_small("launching the sum of parts", kernel_of(element, bias),
+    cuda::launch_small("launching the sum of parts", kernel_of(element, bias, parts.tree),
                        static_cast<unsigned>(std::min<std::uint64_t>(blocks, chunks)), kThreads, 0,
                        stream, workspace, limits, parts, bias, ends);
 }

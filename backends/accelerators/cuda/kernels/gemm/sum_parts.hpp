@@ -1,6 +1,6 @@
 // The sum of ranks' partial results that have come home, after a library's products.
 //
-// Sums are float32, in the order of the parts, then the bias, rounded once.
+// Sums are float32, in the order of the parts or by the tree, then the bias, rounded once.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,6 +17,7 @@ struct Parts {
     int count;
     std::uint64_t elements;
     void* out;
+    bool tree = false;  // of invariant results (ordered_sum.cuh): `count` is a power of two
 };
 
 // Loads the kernels here to the current device (host/gemm/parts.hpp: load_parts).

@@ -1,0 +1,46 @@
+"""What invariant results rely on: instructions that add alike, wherever an element lies in a tile.
+
+The products are native (``tests/native/hopper/wgmma_bits.cu``). Another order of K must be seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from device_buffers import needs_gpus
+from native_programs import NativeProgram
+
+from mkernel.backends.accelerators.hopper.gemm.tuning import INVARIANT_TILINGS
+
+PROGRAM = NativeProgram("wgmma_bits", backend="hopper")
+INSTRUCTIONS = {"wide": "n256", "medium": "n192", "narrow": "n128"}
+PLANTED = ("shuffled", "halves")
+SHOWN_BY = ("plain", "mixed", "cancelling", "long")
+"""Operands by which other orders show; subnormal sums are exact."""
+pytestmark = [needs_gpus(1), PROGRAM.is_built]
+
+
+@pytest.fixture(scope="module")
+def bits() -> dict[str, Any]:
+    return PROGRAM.told()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_an_element_has_the_same_bits_anywhere_in_a_tile(bits: dict[str, Any], dtype: str) -> None:
+    for kind, found in bits[dtype].items():
+        relied = [INSTRUCTIONS[tiling] for tiling in INVARIANT_TILINGS]
+        layouts = [relied, [f"{name} nmajor" for name in relied]]
+        if dtype == "float8_e4m3fn":
+            layouts = [relied, ["n128 promoted"]]
+        for layout in layouts:
+            assert len({each for name in layout for each in found[name]}) == 1, (kind, layout)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_another_order_of_k_is_seen(bits: dict[str, Any], dtype: str) -> None:
+    for planted in PLANTED:
+        shown = [
+            kind for kind in SHOWN_BY if bits[dtype][kind][planted] != bits[dtype][kind]["n256"]
+        ]
+        assert len(shown) >= 2, f"{planted} shows by {shown} alone"
