@@ -391,6 +391,7 @@ def _plan(
         chunk=case.chunk,
         path=None,
         exchange=None,
+        invariant=None,
         **case.sizes,
     )
 
