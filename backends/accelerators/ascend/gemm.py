@@ -52,6 +52,7 @@ class GemmOp:
                 out_dtype=plan.out_dtype,
                 partial_dtype=how.partial_dtype,
                 band=how.band,
+                segments=plan.invariant.segments if plan.invariant else 0,
                 replicated=plan.op == "gemm_all_reduce",
                 **cut,
             )
