@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     )
     from mkernel.ops.warm import warm
     from mkernel.ops.zigzag import zigzag_merge, zigzag_positions, zigzag_split
+    from mkernel.plan.invariance import Invariant
     from mkernel.plan.model import LaunchPlan
     from mkernel.world.lifecycle import current as world
     from mkernel.world.lifecycle import (
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from mkernel.world.world import World
 
 __all__ = [
+    "Invariant",
     "LaunchPlan",
     "MoeDispatch",
     "MoeHandle",
@@ -123,6 +125,7 @@ __all__ = [
 ]
 
 HOMES = {
+    "Invariant": "mkernel.plan.invariance",
     "LaunchPlan": "mkernel.plan.model",
     "MoeDispatch": "mkernel.ops.moe",
     "MoeHandle": "mkernel.ops.moe",

@@ -127,6 +127,21 @@ class Settings(BaseSettings):
         "hierarchical, once a node and then over its fabric, of ops that the accelerator runs so; or "
         "what is predicted to be faster; the same on all ranks",
     )
+    invariant: bool = Field(
+        False,
+        description="promise invariant results of all ops: a row's bits depend on that row and the "
+        "weights alone; ops that an accelerator does not promise this of are refused; the same on all "
+        "ranks, as are the next two",
+    )
+    invariant_segments: int = Field(
+        8,
+        description="parts into which invariant results cut a sum over K, whatever the number of "
+        "ranks: a power of two that the number of ranks divides",
+    )
+    invariant_partial_dtype: Literal["float16", "bfloat16", "float32"] | None = Field(
+        None,
+        description="dtype to which sums of such parts are rounded; None: that of the result",
+    )
     ranks_per_cpu: int = Field(
         8,
         ge=1,

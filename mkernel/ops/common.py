@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 
 from mkernel.backends.contracts.instrumented import View
 from mkernel.plan.arguments import NOTHING, Around, path_of
+from mkernel.plan.invariance import Invariant, resolved
 from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice, Scales
 from mkernel.plan.planner import Plans
 from mkernel.plan.shapes import takes
@@ -51,11 +52,13 @@ def engine_for(
 
 
 class _Kind(TypedDict, total=False):
-    """Options of calls with the same plans. ``path``: instead of the setting's."""
+    """Options of calls with the same plans. ``path``: instead of the setting's. ``invariant``: as
+    registered ops take it."""
 
     b_layout: Literal["row", "column"]
     around: Around
     path: PathChoice | None
+    invariant: str | None
 
 
 def plan_for(
@@ -72,6 +75,13 @@ def plan_for(
     return planned(world, plans_for(world, op, sizes, dtype, out_dtype, **kind), sizes, chunk)
 
 
+def promise_of(world: World, invariant: str | None) -> Invariant | None:
+    """Return the invariant sum that a call promises, by its argument and the world's settings."""
+    settings = world.settings
+    on = Invariant(settings.invariant_segments, settings.invariant_partial_dtype)
+    return resolved(invariant, on if settings.invariant else None, on)
+
+
 def plans_for(
     world: World,
     op: str,
@@ -82,11 +92,14 @@ def plans_for(
     b_layout: Literal["row", "column"] = "row",
     around: Around = NOTHING,
     path: PathChoice | None = None,
+    invariant: str | None = None,
 ) -> Plans:
     """Return the plans of calls in a world that are like one of these sizes; the arguments are those
     of :func:`plan_for`."""
     engine = engine_for(world, op, sizes, dtype, around.scales)
     claims = engine.claims
+    if promise := promise_of(world, invariant):
+        around = around._replace(invariant=promise)
     key = (op, dtype, out_dtype, b_layout, around, path, engine)
     found = world.plans[key]
     if found is None or found.capabilities != claims:

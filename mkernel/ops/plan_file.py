@@ -110,6 +110,8 @@ def made_for(world: World) -> dict[str, str]:
         "verbs": f"{world.backends.verbs}",
         "MKERNEL_PATH": settings.path,
         "MKERNEL_EXCHANGE": settings.exchange,
+        "MKERNEL_INVARIANT": f"{settings.invariant}, {settings.invariant_segments} segments, "
+        f"{settings.invariant_partial_dtype}",
         "settings of NICs": fingerprint(nics),
         "MKERNEL_PINNING": settings.pinning.fingerprint,
     }

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from mkernel.errors import ArgumentError, DtypeError, LayoutError, ShapeError, Unsupported
+from mkernel.plan.invariance import STEP, Invariant
 from mkernel.plan.model import (
     BLOCK,
     E4M3,
@@ -316,6 +317,65 @@ def check_blocks(scales: Scales | None, name: str, k: int) -> None:
         raise ShapeError(name, k, f"a multiple of {BLOCK}, with scales by blocks")
 
 
+# ---- invariant results ---------------------------------------------------------------------------
+
+_SUMS_OF_PRODUCTS: tuple[OpName, ...] = ("gemm_reduce_scatter", "gemm_all_reduce")
+
+
+def promised(
+    op: OpName,
+    wanted: Invariant | None,
+    dtype: str,
+    out_dtype: DtypeName,
+    ranks: int,
+    claims: AcceleratorCapabilities,
+    accelerator: str,
+) -> Invariant | None:
+    """Check that the backend promises invariant results of an op in a world of so many ranks, and
+    return the sum that a plan has: only what decides its bits, with the partial dtype.
+
+    Raises:
+        Unsupported: the backend does not claim it. DtypeError: float64. ArgumentError: segments that
+            the ranks do not share evenly.
+    """
+    if wanted is None:
+        return None
+    if op not in claims.invariant_ops:
+        raise Unsupported(
+            f"accelerator {accelerator!r} does not promise invariant results of {op!r}; it does of: "
+            f"{', '.join(claims.invariant_ops) or 'nothing'}; pass invariant=False for this op, or set "
+            "MKERNEL_INVARIANT=0"
+        )
+    for name, given in (("dtype", dtype), ("out_dtype", out_dtype)):
+        if given == "float64":
+            raise DtypeError(name, given, "at most float32, with invariant results")
+    if op == "all_gather_gemm":
+        return Invariant(1, "float32")
+    if wanted.segments % ranks:
+        legal = f"a power of two that the world's {ranks} ranks divide"
+        if ranks & (ranks - 1):
+            legal = f"a world of 1, 2, 4, ... ranks, not of {ranks}: segments are a power of two"
+        raise ArgumentError("segments", wanted.segments, legal, why=f"{op} with invariant results")
+    default = out_dtype if out_dtype in ("float16", "bfloat16") else "float32"
+    segments = wanted.segments if op in _SUMS_OF_PRODUCTS else ranks
+    return Invariant(segments, wanted.partial_dtype or default)
+
+
+def check_segments(
+    op: OpName, invariant: Invariant | None, k: int, ranks: int, scales: Scales | None
+) -> None:
+    """Raise ShapeError unless segments cut K, ``k`` of each rank, into whole steps."""
+    if invariant is None or op not in _SUMS_OF_PRODUCTS:
+        return
+    step = BLOCK if scales is not None and scales.mode == "block" else STEP
+    each = step * invariant.segments // ranks
+    if k % each:
+        legal = (
+            f"a multiple of {each}: {invariant.segments} segments of K on {ranks} ranks, each a "
+        )
+        raise ShapeError("k", k, f"{legal}multiple of {step}; or fewer segments")
+
+
 # ---- steps around a launch -----------------------------------------------------------------------
 
 NORMALISES: tuple[OpName, ...] = ("gemm_all_reduce", "all_reduce")
@@ -341,6 +401,7 @@ class Around(NamedTuple):
         norm: the normalisation, for ops that give every rank whole rows; None: there is none.
         products: columns of each B where AllGather+GEMM is given several; the most of these are N.
         scales: scales of e4m3 operands; None: the operands have another dtype.
+        invariant: the sum whose bits are promised; None: there is no such promise.
     """
 
     copies: tuple[Copied, ...] = ()
@@ -348,6 +409,7 @@ class Around(NamedTuple):
     products: tuple[int, ...] = ()
     norm: Norm | None = None
     scales: Scales | None = None
+    invariant: Invariant | None = None
 
 
 NOTHING = Around()
@@ -364,7 +426,8 @@ def check_around(op: OpName, around: Around, columns: int | None) -> None:
     _check_norm(op, around.norm)
     if op not in _GEMMS:
         scales = None if op in SCALED_EXPERTS else around.scales  # these have been checked
-        for argument, value in around._replace(norm=None, scales=scales)._asdict().items():
+        others = around._replace(norm=None, scales=scales, invariant=None)
+        for argument, value in others._asdict().items():
             if value:
                 raise ArgumentError(argument, repr(value), f"nothing: {op} has no such step")
         return

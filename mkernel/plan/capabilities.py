@@ -73,8 +73,9 @@ class AcceleratorCapabilities(Model):
     cores its chips have."""
     most_cores: int | None = None
     """The largest number of a chip's cores that kernels use, however many it has; None: all."""
-    chunk_invariant: bool = True
-    """Says that results are bit-identical for every chunk size."""
+    invariant_ops: tuple[str, ...] = ()
+    """Ops whose launches keep the promise of invariant results (:mod:`mkernel.plan.invariance`), on
+    every path and in every exchange that plans with ``CommonPart.invariant`` have."""
     sums_in_rank_order: bool = True
     """Says that the terms of ranks are added in rank order, in float32; if not, they are added in
     another order, which is fixed too."""

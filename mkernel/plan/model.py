@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 from typing_extensions import Self
 
 from mkernel.errors import ArgumentError
+from mkernel.plan.invariance import Invariant
 from mkernel.plan.pipeline import ConsumptionOrder, Runs
 from mkernel.schema_version import SchemaVersion
 from mkernel.topology.lanes import NicSchedule
@@ -350,6 +351,10 @@ class CommonPart(Model):
         None, description="where rows of a sum over ranks are normalised: how, and by whom"
     )
     scales: Scales | None = Field(None, description="of e4m3 operands; of others none")
+    invariant: Invariant | None = Field(
+        None,
+        description="the sum whose bits are promised, with its partial dtype; None: none are",
+    )
     products: tuple[int, ...] = Field(
         (),
         description="AllGather+GEMM with several B: the columns of each, in the caller's order. The "

@@ -176,7 +176,9 @@ def _around_of(plan: LaunchPlan) -> Around:
     norm = None
     if plan.norm is not None:
         norm = Norm(plan.norm.residual, plan.norm.eps, plan.norm.quantises)
-    return Around(plan.copies, plan.bias is not None, plan.products, norm, plan.scales)
+    return Around(
+        plan.copies, plan.bias is not None, plan.products, norm, plan.scales, plan.invariant
+    )
 
 
 class Plans:
@@ -238,6 +240,9 @@ class Plans:
                 why=f"accelerator {accelerator!r} keeps it",
             )
         self.layout = arguments.check_layout(b_layout, name, claims, accelerator)
+        self.invariant = arguments.promised(
+            name, around.invariant, self.dtype, self.out_dtype, self.ranks, claims, accelerator
+        )
         self._parts: dict[PathName, CommonPart] = {}
         self._launches: dict[PathName, LaunchPlan] = {}
 
@@ -292,6 +297,7 @@ class Plans:
         if isinstance(shape, GemmShape):
             columns = shape.n
             check_blocks(around.scales, "k", shape.k)
+            arguments.check_segments(self.op, self.invariant, shape.k, self.ranks, around.scales)
         elif isinstance(shape, MoeShape | DispatchShape):
             check_blocks(around.scales, "hidden", shape.hidden)
             if self.out_dtype == E4M3 and isinstance(shape, MoeShape):
@@ -446,6 +452,7 @@ class Plans:
             bias=bias if around.bias else None,
             norm=_norm_step(around, claims),
             scales=around.scales,
+            invariant=self.invariant,
             products=around.products,
             path=path,
             nodes=world.nodes,

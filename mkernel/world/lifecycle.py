@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mkernel import selection
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized, Unsupported
+from mkernel.plan.invariance import Invariant, Wanted, encoded
 from mkernel.settings import Settings, check_timeout
 from mkernel.settings import load as load_settings
 from mkernel.world import environment, exposition, groups
@@ -54,6 +55,7 @@ def init(
     verbs: str | None = None,
     timeout_s: float | None = None,
     join_timeout_s: float | None = None,
+    invariant: Wanted = None,
     settings: Settings | None = None,
     stores: tuple[Store, Store] | None = None,
 ) -> World:
@@ -79,6 +81,10 @@ def init(
             prefers lacks ops. Companions take part from the first call that one of them runs.
         timeout_s: deadline of every wait, in seconds.
         join_timeout_s: how long this call takes at most, in seconds, however late or silent others are.
+        invariant: promise of all ops that a row's bits depend on that row and the weights alone
+            (docs/invariance.md), the same on all ranks; True: with MKERNEL_INVARIANT_SEGMENTS. Ops
+            of which the accelerator does not promise it are refused, unless they say
+            ``invariant=False``. Default: the setting MKERNEL_INVARIANT.
         stores: two clients of one torch store (one for the watchdog); default: env:// rendezvous.
 
     Raises:
@@ -111,6 +117,13 @@ def init(
         if seconds is not None:
             check_timeout(limit, seconds)
             settings = settings.model_copy(update={limit: seconds})
+    if encoded(invariant) is not None:
+        more: dict[str, object] = {"invariant": bool(invariant)}
+        if isinstance(invariant, Invariant):
+            more["invariant_segments"] = invariant.segments
+            more["invariant_partial_dtype"] = invariant.partial_dtype
+        settings = settings.model_copy(update=more)
+    Invariant(settings.invariant_segments, settings.invariant_partial_dtype)  # or ArgumentError
     if default is not None:
         accelerator = accelerator or default.backends.accelerators
         nic, verbs = nic or default.backends.nic, verbs or default.backends.verbs

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.errors import MkernelError
 from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.invariance import Invariant
 from mkernel.plan.model import PREDICTED, GemmShape, LaunchPlan, SumShape
 from mkernel.plan.planner import plan as plan_of
 from mkernel.topology.model import Topology
@@ -129,6 +130,12 @@ def _alike(value: Any, annotation: Any) -> list[Any]:
     choices = [one for kind in members if get_origin(kind) is Literal for one in get_args(kind)]
     if isinstance(value, BaseModel) or len(choices) > 1:
         return choices
+    if isinstance(value, Invariant):
+        partial = "float16" if value.partial_dtype == "float32" else "float32"
+        return [
+            Invariant(2 * value.segments, value.partial_dtype),
+            Invariant(value.segments, partial),
+        ]
     if isinstance(value, tuple):
         more = value[-1] if value else example(_element(annotation, 0))
         return [(*value, more), value[:-1]]
@@ -151,7 +158,7 @@ def example(annotation: Any) -> Any:
         fields = kind.model_fields.items()
         needed = {name: example(f.annotation) for name, f in fields if f.is_required()}
         return kind.model_construct(**needed)
-    return {int: 1, float: 1.0, str: "other", bool: True}[kind]
+    return {int: 1, float: 1.0, str: "other", bool: True, Invariant: Invariant()}[kind]
 
 
 def _least(annotation: Any) -> int:

@@ -258,7 +258,6 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         compute_cores=device.cores,
         comm_cores=1,
         stream_ordered=device.queues,
-        chunk_invariant=False,  # a library may choose another kernel for fewer rows
         kinds=tuple(DEVICES),
         process_group=True,
         put_ops=PUT_OPS if copies else (),

@@ -30,7 +30,6 @@ class TinyAccelerator(HostAccelerator):
             peer_access=True,
             compute_cores=1,
             comm_cores=1,
-            chunk_invariant=False,
         )
 
     def workspace(self, plan):

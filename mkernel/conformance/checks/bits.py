@@ -19,7 +19,6 @@ from mkernel.conformance.grid import (
 )
 from mkernel.conformance.ranks import Judge, describe, each_case, seconds_apart, where
 from mkernel.harness.outcome import CheckSkipped
-from mkernel.plan.ops import COMPANIONS
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -63,12 +62,18 @@ def _unequal(
     ]
 
 
+def _claimed(subject: AcceleratorSubject) -> tuple[str, ...]:
+    """Return the ops whose invariant results the backend claims. CheckSkipped if there are none."""
+    if not subject.capabilities.invariant_ops:
+        raise CheckSkipped("no op's invariant results are claimed (invariant_ops)")
+    return subject.capabilities.invariant_ops
+
+
 def chunk_invariance(subject: AcceleratorSubject) -> None:
     """Cut the same call into other chunks."""
-    if not subject.capabilities.chunk_invariant:
-        raise CheckSkipped("chunk_invariant is not claimed")
+    claimed = _claimed(subject)
     world = subject.largest()
-    cases = [case for case in typical_of_each(subject, world) if case.op not in COMPANIONS]
+    cases = [case for case in typical_of_each(subject, world) if case.op in claimed]
     subject.judge(each_case, rank_chunks, cases, (1, 2, 3, 7, 64), world=world)
 
 
@@ -82,11 +87,12 @@ def rank_chunks(case: Case, chunks: Sequence[int]) -> Iterator[str]:
 
 def split_invariance(subject: AcceleratorSubject) -> None:
     """Run AllGather+GEMM in every world, and the sums in every split of four ranks."""
-    if not subject.capabilities.chunk_invariant:
-        raise CheckSkipped("chunk_invariant is not claimed")
+    claimed = _claimed(subject)
     found: list[str] = []
     compared = False
     for op in subject.claimed("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"):
+        if op not in claimed:
+            continue
         wanted = [(1, 4), (2, 2), (4, 1)]
         if op == "all_gather_gemm":
             wanted = [(1, 1), (1, 2), *wanted]
