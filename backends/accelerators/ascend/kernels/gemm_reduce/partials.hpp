@@ -14,6 +14,8 @@
 //   MTE2→V partial loaded, V→MTE2 its buffer free; V→MTE3 sum complete, MTE3→MTE2 its half stored and free.
 #pragma once
 
+#include <bit>
+
 #include "backends/accelerators/ascend/isa/pipe.hpp"
 #include "backends/accelerators/ascend/kernels/arrival.hpp"
 #include "backends/accelerators/ascend/kernels/gemm_reduce/args.hpp"
@@ -25,12 +27,9 @@ template <class Core>
 class Partials {
   public:
     // The bytes of a strip in float32. UB holds two sums, two rounded ones and partials: two of float32, or
-    // four of 16 bits and one of them in float32. Of a tree it holds two roots, two rounded ones, partials of
-    // four float32 strips, a rounded node and other nodes.
-    static constexpr std::uint32_t kStripBytes = 32 << 10, kTreeStripBytes = 10 << 10;
-    static constexpr std::uint32_t kNodes =
-        isa::capacity_of(isa::Buffer::UB) / kTreeStripBytes - 8;
-    static_assert(kMostSegments <= 1u << kNodes);
+    // four of 16 bits and one of them in float32. Strips of a tree are shorter: UB holds two roots, two rounded
+    // ones, partials of four float32 strips, a rounded node, and a node of each level below the root.
+    static constexpr std::uint32_t kStripBytes = 32 << 10;
 
     Partials(Core& core, const Args& args)
         : core_(core), args_(args), g_(args.geometry), released_(core, args, g_.world) {}
@@ -88,7 +87,8 @@ class Partials {
     [[nodiscard]] std::uint32_t buffered() const { return (narrow() ? 4 : 2) * (tree() ? 2 : 1); }
 
     [[nodiscard]] std::uint32_t strip_bytes() const {
-        return tree() ? kTreeStripBytes : kStripBytes;
+        const std::uint32_t levels = std::bit_width(g_.segments);
+        return tree() ? isa::capacity_of(isa::Buffer::UB) / (7 + levels) / 512 * 512 : kStripBytes;
     }
     [[nodiscard]] std::uint32_t strip_rows() const {
         const std::uint32_t rows = strip_bytes() / sizeof(float) / g_.tile_n;
@@ -171,7 +171,7 @@ class Partials {
         const auto node_at = [&](std::uint32_t depth) {
             return depth == 0 ? sum : buffer(isa::DType::float32, (7 + depth) * bytes);
         };
-        std::uint32_t depth = 0, sizes[kNodes + 1] = {};  // of the stack of nodes
+        std::uint32_t depth = 0, sizes[std::bit_width(kMostSegments)];  // of the stack of nodes
         bool first = true;
         if (number >= 2) core_.wait_flag(Pipe::MTE3, Pipe::MTE2, half);
         each_term(owner, [&](std::byte* slot, std::uint32_t segments) {
