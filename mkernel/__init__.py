@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from mkernel.ops.all_reduce import all_reduce
     from mkernel.ops.gemm_all_reduce import gemm_all_reduce
     from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
+    from mkernel.ops.invariant_mm import invariant_mm
     from mkernel.ops.moe import (
         MoeDispatch,
         MoeHandle,
@@ -107,6 +108,7 @@ __all__ = [
     "graph_pool",
     "include_dir",
     "init",
+    "invariant_mm",
     "is_initialized",
     "launch",
     "moe_combine",
@@ -148,6 +150,7 @@ HOMES = {
     "graph_pool": "mkernel.world.lifecycle",
     "include_dir": "mkernel.headers",
     "init": "mkernel.world.lifecycle",
+    "invariant_mm": "mkernel.ops.invariant_mm",
     "is_initialized": "mkernel.world.lifecycle",
     "launch": "mkernel.launch",
     "moe_combine": "mkernel.ops.moe",

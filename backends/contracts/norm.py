@@ -16,7 +16,14 @@ from torch import Tensor
 
 
 def add_and_normalise(
-    total: Tensor, addends: Sequence[Tensor], weight: Tensor, eps: float, out: Tensor, new: Tensor
+    total: Tensor,
+    addends: Sequence[Tensor],
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    new: Tensor,
+    *,
+    invariant: bool = False,
 ) -> None:
     """Fill ``out`` and ``new``, the new residual. Both are [M, N] like ``total``; ``out`` may be
     ``total``.
@@ -25,11 +32,24 @@ def add_and_normalise(
         addends: tensors added to ``total`` in order: a residual, preceded by a bias [N] if there is
             one.
         weight: [N].
+        invariant: whether the mean of a row must not depend on the number of rows.
     """
     wide = torch.promote_types(total.dtype, torch.float32)
     row = total.to(wide)
     for addend in addends:
         row = row + addend
     new.copy_(row)
-    scale = torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
+    scale = torch.rsqrt(row_mean(row.square(), invariant=invariant) + eps)
     out.copy_(row * scale * weight.to(wide))
+
+
+def row_mean(rows: Tensor, *, invariant: bool) -> Tensor:
+    """Return the mean of each row [.., N], as [.., 1]. Where it must not depend on the number of rows,
+    by which torch chooses an order, halves of the rows are added until one element is left."""
+    if not invariant:
+        return rows.mean(-1, keepdim=True)
+    total = rows
+    while (half := total.shape[-1] // 2) > 0:
+        rest = total[..., 2 * half :]
+        total = torch.cat((total[..., :half] + total[..., half : 2 * half], rest), -1)
+    return total / rows.shape[-1]

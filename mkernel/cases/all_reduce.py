@@ -27,6 +27,7 @@ from mkernel.cases.base import (
 from mkernel.ops import all_reduce
 from mkernel.ops.around import Normed
 from mkernel.ops.common import Execution
+from mkernel.plan.invariance import encoded
 
 _X = 0
 EPS = 4.0
@@ -141,7 +142,10 @@ class AllReduceCase(SumCase):
         """Call the op into ``out``, or into x."""
         x = tensors["x"]
         out = x if self.options.get("in_place") else outputs["out"]
-        done = all_reduce.call(x, self.norm(tensors), out=out, chunk=self.chunk, **execution)
+        done = all_reduce.call(
+            x, self.norm(tensors), out=out, chunk=self.chunk,
+            invariant=encoded(self.invariant), **execution,
+        )  # fmt: skip
         return Outcome(done.outputs, done.plan, done.record)
 
     def total(

@@ -10,6 +10,7 @@ in every iteration.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from mkernel.cases.comparison import (
 )
 from mkernel.cases.poison import uninitialised_is_nan
 from mkernel.ops.common import Execution
+from mkernel.plan.invariance import Invariant, pairs
 from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.world.calls import CallRecord
 from mkernel.world.lifecycle import current
@@ -261,9 +263,24 @@ class Case(Oracle):
         return {}
 
     @property
+    def invariant(self) -> Invariant | None:
+        """Return the sum of invariant results, the option ``invariant``; None: the world's."""
+        return self.options.get("invariant")
+
+    @property
+    def rounding(self) -> float:
+        """Allow one rounding of a result; of an invariant sum also those of each level of its tree,
+        which are independent: each level's nodes are together as large as the result."""
+        once = TOLERANCE[self.out_dtype]
+        if self.invariant is None or self.op == "all_gather_gemm":
+            return once
+        each = TOLERANCE[self.invariant.partial_of(self.out_dtype)]
+        return math.hypot(once, each * math.sqrt(len(pairs(self.invariant.segments)) + 1))
+
+    @property
     def tolerance(self) -> float:
-        """Allow one rounding of a result."""
-        return TOLERANCE[self.out_dtype]
+        """Allow the roundings of a result."""
+        return self.rounding
 
     def tolerances(self) -> dict[str, float]:
         """Return that of ``out``."""

@@ -21,7 +21,6 @@ from mkernel.cases.all_reduce import SumCase
 from mkernel.cases.base import (
     EVERY_RANK,
     NOWHERE,
-    TOLERANCE,
     Case,
     Memory,
     Onto,
@@ -36,6 +35,7 @@ from mkernel.ops.around import Normed, Scaled
 from mkernel.ops.common import Execution
 from mkernel.ops.gemm import GemmCall, GemmOp
 from mkernel.plan.arguments import scale_sizes
+from mkernel.plan.invariance import encoded
 
 _A, _B, _BIAS, _RESIDUAL, _WEIGHT, _A_SCALE, _B_SCALE = range(7)
 _FAST_LOSS = 2**-13 / math.sqrt(16 * math.log(2))
@@ -160,7 +160,7 @@ class GemmCase(Case):
     @property
     def tolerance(self) -> float:
         """Allow one rounding, and what is lost where products may be added with fewer bits."""
-        rounding = TOLERANCE[self.out_dtype]
+        rounding = self.rounding
         if not self.options.get("use_fast_accum", False):
             return rounding
         return math.hypot(rounding, _FAST_LOSS * math.sqrt(self.sizes["k"]))
@@ -182,6 +182,7 @@ class GemmCase(Case):
             path=self.options.get("path"),
             norm=self.norm(tensors),
             scaled=self._scaled(tensors),
+            invariant=encoded(self.invariant),
         )
         done = self.gemm.call(call, **execution)
         return Outcome(done.outputs, done.plan, done.record)

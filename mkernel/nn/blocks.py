@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from mkernel.errors import ArgumentError
 from mkernel.nn.linear import MergedColumnParallelLinear, RowParallelLinear
+from mkernel.plan.invariance import Wanted
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -74,6 +75,7 @@ class ParallelMLP(_Block):
         activation: Callable[[Tensor], Tensor] = silu,
         sequence_parallel: bool = True,
         save_gathered: bool = True,
+        invariant: Wanted = None,
         group: Group = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -81,12 +83,12 @@ class ParallelMLP(_Block):
         """Make this rank's part of the block.
 
         Args:
-            save_gathered: as :class:`ColumnParallelLinear` takes it.
+            save_gathered, invariant: as :class:`ColumnParallelLinear` takes them.
 
         Raises:
             ArgumentError: ranks cannot share ``intermediate_size`` features. NotInitialized."""
         super().__init__()
-        options = _options(sequence_parallel, save_gathered, group, device, dtype)
+        options = _options(sequence_parallel, save_gathered, invariant, group, device, dtype)
         features = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, features, bias, **options)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, **options)
@@ -121,6 +123,7 @@ class ParallelAttention(_Block):
         out_bias: bool | None = None,
         sequence_parallel: bool = True,
         save_gathered: bool = True,
+        invariant: Wanted = None,
         group: Group = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -133,7 +136,7 @@ class ParallelAttention(_Block):
             head_dim: features of a head; default: hidden_size / heads.
             bias: True if q_proj, k_proj and v_proj have a bias.
             out_bias: True if o_proj has one; default: ``bias``.
-            save_gathered: as :class:`ColumnParallelLinear` takes it.
+            save_gathered, invariant: as :class:`ColumnParallelLinear` takes them.
 
         Raises:
             ArgumentError: heads that cannot be grouped, or that ranks cannot share. NotInitialized.
@@ -148,7 +151,7 @@ class ParallelAttention(_Block):
         if head_dim is None and hidden_size % heads:
             raise ArgumentError("hidden_size", hidden_size, f"a multiple of heads = {heads}")
         self.head_dim = head_dim or hidden_size // heads
-        options = _options(sequence_parallel, save_gathered, group, device, dtype)
+        options = _options(sequence_parallel, save_gathered, invariant, group, device, dtype)
         queries, keys = heads * self.head_dim, kv_heads * self.head_dim
         features = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         self.qkv_proj = MergedColumnParallelLinear(hidden_size, features, bias, **options)
@@ -186,11 +189,17 @@ def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def _options(
-    sequence_parallel: bool, save_gathered: bool, group: Group, device: Any, dtype: Any
+    sequence_parallel: bool,
+    save_gathered: bool,
+    invariant: Wanted,
+    group: Group,
+    device: Any,
+    dtype: Any,
 ) -> dict[str, Any]:
     return {
         "sequence_parallel": sequence_parallel,
         "save_gathered": save_gathered,
+        "invariant": invariant,
         "sequence_dim": SEQUENCE_DIM,
         "group": group,
         "device": device,

@@ -29,6 +29,7 @@ from mkernel.ops.columns import parts_of_columns
 from mkernel.ops.gemm_all_reduce import gemm_all_reduce
 from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
 from mkernel.ops.registration import ops
+from mkernel.plan.invariance import Wanted, encoded
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -51,6 +52,7 @@ class _ParallelLinear(ShardedModule):
         sequence_parallel: bool = True,
         sequence_dim: int = 0,
         save_gathered: bool = True,
+        invariant: Wanted = None,
         group: Group = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -64,6 +66,7 @@ class _ParallelLinear(ShardedModule):
             sequence_dim: the dimension along which they are split; not the last one.
             save_gathered: whether a layer that gathers its input keeps it for the backward pass, which
                 takes W times the memory of this rank's part; else it gathers it once more there.
+            invariant: as :func:`mkernel.all_gather_gemm` and :func:`mkernel.gemm_all_reduce` take it.
             group: the group whose world is used; None: the default one.
 
         Raises:
@@ -73,7 +76,8 @@ class _ParallelLinear(ShardedModule):
         world = current(group)
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
-        self.save_gathered = save_gathered
+        self.save_gathered, self.invariant = save_gathered, invariant
+        encoded(invariant)  # or ArgumentError
         self.group = world.name
         self._rank, self._ranks = world.rank, world.size
         shared = ("out_features", "in_features")[self._split]
@@ -96,6 +100,7 @@ class _ParallelLinear(ShardedModule):
         sequence_parallel: bool = True,
         sequence_dim: int = 0,
         save_gathered: bool = True,
+        invariant: Wanted = None,
         group: Group = None,
     ) -> Any:
         """Make this rank's part of a layer that every rank has whole."""
@@ -106,6 +111,7 @@ class _ParallelLinear(ShardedModule):
             sequence_parallel=sequence_parallel,
             sequence_dim=sequence_dim,
             save_gathered=save_gathered,
+            invariant=invariant,
             group=group,
             device=linear.weight.device,
             dtype=linear.weight.dtype,
@@ -161,8 +167,9 @@ class ColumnParallelLinear(_ParallelLinear):
         """Apply the layer. Raises ShapeError and the other errors of
         :func:`mkernel.all_gather_gemm`."""
         return column_product(
-            x, self.weight, self.bias, self._split_dim, self.group, save_gathered=self.save_gathered
-        )
+            x, self.weight, self.bias, self._split_dim, self.group, save_gathered=self.save_gathered,
+            invariant=self.invariant,
+        )  # fmt: skip
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -183,7 +190,9 @@ class RowParallelLinear(_ParallelLinear):
             prefetch: the weight of the next layer, as :func:`mkernel.gemm_all_reduce` takes it; unused
                 with ``sequence_parallel``, whose exchanges have many rows.
         """
-        return row_product(x, self.weight, self.bias, self._split_dim, self.group, prefetch)
+        return row_product(
+            x, self.weight, self.bias, self._split_dim, self.group, prefetch, self.invariant
+        )
 
 
 def column_product(
@@ -194,11 +203,12 @@ def column_product(
     group: str,
     *,
     save_gathered: bool = False,
+    invariant: Wanted = None,
 ) -> Tensor:
     """Compute a :class:`ColumnParallelLinear` from this rank's ``weight`` and ``bias``.
 
     ``split``: the dimension along which ranks have parts of x; None: each has all of it.
-    ``save_gathered``: as the layer takes it.
+    ``save_gathered``: as the layer takes it. ``invariant``: so too.
     """
     check_input(x, weight.shape[1], split)
     if autocast.enabled():
@@ -206,9 +216,12 @@ def column_product(
     if split is not None:
         x = turned(x, split) if torch.compiler.is_compiling() else x
         return all_gather_gemm(
-            x, weight.t(), bias=bias, gather_dim=split, save_gathered=save_gathered, group=group
-        )
-    product: Tensor = ops.replicated_gemm(x.flatten(0, -2), weight.t(), group=group)
+            x, weight.t(), bias=bias, gather_dim=split, save_gathered=save_gathered,
+            invariant=invariant, group=group,
+        )  # fmt: skip
+    product: Tensor = ops.replicated_gemm(
+        x.flatten(0, -2), weight.t(), invariant=encoded(invariant), group=group
+    )
     y = product.view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias
 
@@ -220,6 +233,7 @@ def row_product(
     split: int | None,
     group: str,
     prefetch: Tensor | None = None,
+    invariant: Wanted = None,
 ) -> Tensor:
     """Compute a :class:`RowParallelLinear` from this rank's ``weight`` and the whole ``bias``.
 
@@ -229,8 +243,12 @@ def row_product(
     if autocast.enabled():
         weight, bias = autocast.cast([weight, bias])
     if split is None:
-        return gemm_all_reduce(x, weight.t(), bias=bias, prefetch=prefetch, group=group)
-    return gemm_reduce_scatter(x, weight.t(), bias=bias, scatter_dim=split, group=group)
+        return gemm_all_reduce(
+            x, weight.t(), bias=bias, prefetch=prefetch, invariant=invariant, group=group
+        )
+    return gemm_reduce_scatter(
+        x, weight.t(), bias=bias, scatter_dim=split, invariant=invariant, group=group
+    )
 
 
 def check_input(x: Tensor, features: int, split: int | None) -> None:

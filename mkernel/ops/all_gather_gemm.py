@@ -30,10 +30,11 @@ from mkernel.ops.around import (
     scale_of_rows,
     scaled,
 )
-from mkernel.ops.gemm import GemmCall, GemmOp, copied_to, result_dtype, traced_outputs
+from mkernel.ops.gemm import GROUP, GemmCall, GemmOp, copied_to, result_dtype, traced_outputs
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import called, native_op, ops, register
 from mkernel.ops.steps import Steps
+from mkernel.plan.invariance import Wanted, encoded
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -56,6 +57,7 @@ class _Options(TypedDict, Generic[Each], total=False):
     chunk: int | None
     gathered: Tensor | None
     save_gathered: bool
+    invariant: Wanted
     group: Group
 
 
@@ -110,6 +112,7 @@ def all_gather_gemm(
     gathered: Tensor | None = None,
     return_gathered: bool = False,
     save_gathered: bool = False,
+    invariant: Wanted = None,
     group: Group = None,
 ) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
     """Compute C [M, N_r] = concat(a over ranks, in rank order) @ b (+ bias), with float32 accumulation.
@@ -155,6 +158,8 @@ def all_gather_gemm(
         return_gathered: return (C, A) with the gathered A; allocated where ``gathered`` is None.
         save_gathered: keep the gathered A in place of a for the backward of b, which takes W times the
             memory of a; else it is gathered again there. Where b needs no gradient nothing is kept.
+        invariant: promise that a row's bits depend on that row and b alone, for every world
+            (docs/invariance.md). None: as the world says.
         group: names the world; None: the default one.
 
     Returns:
@@ -181,7 +186,7 @@ def all_gather_gemm(
     given = a_scale is not None or b_scale is not None or out is not None or gathered is not None
     keeps = save_gathered and torch.is_grad_enabled() and getattr(b, "requires_grad", False)
     if not (more or given or torch.compiler.is_compiling()):  # which is what most calls are
-        arguments = (a, b, bias, gather_dim, out_dtype, chunk, group)
+        arguments = (a, b, bias, gather_dim, out_dtype, chunk, encoded(invariant), group)
         found: Tensor
         if keeps:
             found, _ = ops.all_gather_gemm_gathered(*arguments)
@@ -191,7 +196,7 @@ def all_gather_gemm(
     if isinstance(b, (list, tuple)):
         results, whole = _several(
             a, b, _scaled_many(a_scale, b_scale, use_fast_accum, b), bias, gather_dim,
-            out, out_dtype, chunk, gathered, save_gathered, group,
+            out, out_dtype, chunk, gathered, save_gathered, encoded(invariant), group,
         )  # fmt: skip
         return (results, whole) if return_gathered else results
     of_one: tuple[Any, Any, Any, Any] = (b, b_scale, bias, out)
@@ -199,7 +204,8 @@ def all_gather_gemm(
     scales = scaled(a_scale, scale, use_fast_accum)
     call = GemmCall(
         a, matrix, added, gather_dim, into, out_dtype,
-        return_gathered if gathered is None else gathered, chunk, scaled=scales, group=group,
+        return_gathered if gathered is None else gathered, chunk, scaled=scales,
+        invariant=encoded(invariant), group=group,
     )  # fmt: skip
     if not (return_gathered or gathered is not None or (keeps and scales is None)):
         return OP.result(call)
@@ -209,7 +215,7 @@ def all_gather_gemm(
     lists = [None if each is None else [each] for each in (added, into)]
     (c,), whole = _several(
         a, [matrix], [scales], lists[0], gather_dim,
-        lists[1], out_dtype, chunk, gathered, False, group,
+        lists[1], out_dtype, chunk, gathered, False, call.invariant, group,
     )  # fmt: skip
     return (c, whole) if return_gathered else c
 
@@ -221,7 +227,7 @@ def _and_gathered(call: GemmCall) -> tuple[Tensor, Tensor]:
     a, b, bias, dim, out, out_dtype, gathered, chunk, *_ = call
     if registered is not ops:
         a, b, bias = OP.local(a, b, bias, dim, call.group)
-    options = {"gather_dim": dim, "chunk": chunk, "group": named}
+    options = {"gather_dim": dim, "chunk": chunk, "invariant": call.invariant, "group": named}
     into = gathered if isinstance(gathered, Tensor) else None
     given = out if into is None else into
     found: tuple[Tensor, Tensor]
@@ -235,7 +241,20 @@ def _and_gathered(call: GemmCall) -> tuple[Tensor, Tensor]:
             c = copied_to("out", out, c, dim)
         return c, whole if into is None else copied_to("gathered", into, whole, dim)
     found = OP.into(
-        a, b, bias, out, gathered, None, None, False, dim, out_dtype, chunk, None, call.group
+        a,
+        b,
+        bias,
+        out,
+        gathered,
+        None,
+        None,
+        False,
+        dim,
+        out_dtype,
+        chunk,
+        None,
+        call.group,
+        invariant=call.invariant,
     )
     return found
 
@@ -264,9 +283,7 @@ def _rows_kernel(**given: Any) -> Tensor:
     return _gathered(**given)[1]
 
 
-def _rows_fake(
-    a: Tensor, b: Tensor, *, gather_dim: int = 0, chunk: int | None = None, group: str
-) -> Tensor:
+def _rows_fake(a: Tensor, b: Tensor, *, gather_dim: int = 0, group: str, **options: Any) -> Tensor:
     return OP.fake_gathered(a, gather_dim, current(group).size)
 
 
@@ -284,6 +301,7 @@ def _several(
     chunk: int | None,
     gathered: Tensor | None,
     save_gathered: bool,
+    invariant: str | None,
     group: Group,
 ) -> tuple[list[Tensor], Tensor]:
     """Compute every product, and return them with the gathered A."""
@@ -302,14 +320,16 @@ def _several(
     found: tuple[list[Tensor], Tensor]
     if out is not None or gathered is not None:
         found = _INTO(
-            a, b, of_a, of_bs, biases, outs, gathered, gather_dim, out_dtype, fast, chunk, group
-        )
+            a, b, of_a, of_bs, biases, outs, gathered, gather_dim, out_dtype, fast, chunk, invariant,
+            group,
+        )  # fmt: skip
         return found
     gathers, world = called(group)
     options: dict[str, Any] = {
         "gather_dim": gather_dim,
         "out_dtype": out_dtype,
         "chunk": chunk,
+        "invariant": invariant,
         "group": world,
     }
     given = [] if bias is None else biases
@@ -358,6 +378,7 @@ def _call_several(
     out_dtype: torch.dtype | None,
     chunk: int | None,
     gathered: Tensor | None,
+    invariant: str | None,
     group: Group,
     steps: Steps,
 ) -> tuple[list[Tensor], Tensor]:
@@ -390,7 +411,7 @@ def _call_several(
     call = GemmCall(
         a, b[widest], biases[widest], dim, outs[widest], dtype,
         True if gathered is None else gathered, chunk, products=columns,
-        scaled=None if scales is None else scales[widest], group=group,
+        scaled=None if scales is None else scales[widest], invariant=invariant, group=group,
     )  # fmt: skip
     done = OP.call(call, steps)
     whole: Tensor = done.outputs["gathered"]
@@ -410,7 +431,8 @@ def _call_several(
         other = b[number]
         if scales is not None:
             other = steps.do(dequantised, other, as_matrix(steps, scales[number].b))
-        around.product(steps, rows, other, biases[number], made)
+        promised = done.plan.invariant is not None
+        around.product(steps, rows, other, biases[number], made, promised)
         if out is not None:
             validate.output(names[number][2], out, tuple(shaped.shape), dtype, dim)
             shaped = steps.do(Tensor.copy_, out, shaped)
@@ -427,6 +449,7 @@ def _several_kernel(
     gather_dim: int,
     out_dtype: torch.dtype | None,
     chunk: int | None,
+    invariant: str | None,
     group: Group,
     steps: Steps,
     a_scale: Tensor | None = None,
@@ -441,8 +464,8 @@ def _several_kernel(
     if a_scale is not None:
         scales = [Scaled(a_scale, one, use_fast_accum) for one in b_scale]
     return _call_several(
-        a, b, scales, bias or nothing, gather_dim, out or nothing, out_dtype, chunk, gathered, group,
-        steps,
+        a, b, scales, bias or nothing, gather_dim, out or nothing, out_dtype, chunk, gathered,
+        invariant, group, steps,
     )  # fmt: skip
 
 
@@ -450,7 +473,7 @@ _INTO = native_op(
     "all_gather_gemms_into",
     (
         "a", "b", "a_scale", "b_scale", "bias", "out", "gathered", "gather_dim", "out_dtype",
-        "use_fast_accum", "chunk", "group",
+        "use_fast_accum", "chunk", "invariant", "group",
     ),
     (),
     _several_kernel,
@@ -488,7 +511,7 @@ OP.register(derivatives.save_gather, derivatives.gather_backward)
 register(
     "all_gather_gemms_scaled(Tensor a, Tensor[] b, Tensor a_scale, Tensor[] b_scale, Tensor[] bias, "
     "*, int gather_dim=0, ScalarType? out_dtype=None, bool use_fast_accum=False, int? chunk=None, "
-    "str group) -> (Tensor[], Tensor)",
+    f"{GROUP}) -> (Tensor[], Tensor)",
     _several_kernel,
     _several_scaled_fake,
     flops=flops.gather_many,
@@ -506,7 +529,7 @@ register(
     family=("a",),
 )
 register(
-    "all_gather_rows(Tensor a, Tensor b, *, int gather_dim=0, int? chunk=None, str group) -> Tensor",
+    f"all_gather_rows(Tensor a, Tensor b, *, int gather_dim=0, int? chunk=None, {GROUP}) -> Tensor",
     _rows_kernel,
     _rows_fake,
     derivatives.save_rows,
@@ -515,7 +538,7 @@ register(
 )
 register(
     "all_gather_gemms(Tensor a, Tensor[] b, Tensor[] bias, *, int gather_dim=0, ScalarType? "
-    "out_dtype=None, int? chunk=None, bool save_gathered=False, str group) -> (Tensor[], Tensor)",
+    f"out_dtype=None, int? chunk=None, bool save_gathered=False, {GROUP}) -> (Tensor[], Tensor)",
     _several_kernel,
     _several_fake,
     derivatives.save_gather_many,

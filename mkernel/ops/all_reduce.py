@@ -20,7 +20,7 @@ from mkernel.errors import ArgumentError
 from mkernel.ops import derivatives, validate
 from mkernel.ops.around import EPS, Normed, as_rows, check_norm, normalised, of_norm, quantise
 from mkernel.ops.common import Done, Execution, engine_for, plan_for
-from mkernel.ops.gemm import copied_to, traced_outputs
+from mkernel.ops.gemm import GROUP, copied_to, traced_outputs
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.prefetch import check_prefetch, hinted
 from mkernel.ops.quantised import (
@@ -32,6 +32,7 @@ from mkernel.ops.quantised import (
 from mkernel.ops.registration import called, native_op, ops, register
 from mkernel.ops.steps import Steps
 from mkernel.plan.arguments import Around
+from mkernel.plan.invariance import Wanted, encoded
 from mkernel.plan.model import LaunchPlan
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
@@ -55,6 +56,7 @@ def _check(
     out_dtype: torch.dtype | None,
     chunk: int | None,
     prefetch: Tensor | None,
+    invariant: str | None,
 ) -> _Checked:
     """Check the arguments of a call, and plan it."""
     device = world.accelerator.device
@@ -69,7 +71,9 @@ def _check(
     if norm is not None:
         check_norm(norm, shape, x.dtype, wanted, device, matrix="x", like="x")
     steps = Around(norm=None if norm is None else norm.planned)
-    plan = plan_for(world, _OP, sizes, dtype, out_name, around=steps, chunk=chunk)
+    plan = plan_for(
+        world, _OP, sizes, dtype, out_name, around=steps, invariant=invariant, chunk=chunk
+    )
     if out is not None:
         validate.on_device("out", out, device)
         validate.output("out", out, shape, wanted)
@@ -87,6 +91,7 @@ def call(
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     prefetch: Tensor | None = None,
+    invariant: str | None = None,
     group: Group = None,
     steps: Steps | None = None,
     **execution: Unpack[Execution],
@@ -99,7 +104,7 @@ def call(
     x, out, residual, weight, prefetch = plain(_OP, _ARGUMENTS, given)
     if norm is not None:
         norm = norm._replace(residual=residual, weight=weight)
-    plan, dtype, prefetches = _check(world, x, norm, out, out_dtype, chunk, prefetch)
+    plan, dtype, prefetches = _check(world, x, norm, out, out_dtype, chunk, prefetch, invariant)
     given_out = out
     if out is None:
         rows = steps.output(world, plan, (x.numel() // x.shape[-1], x.shape[-1]), x, dtype)
@@ -125,7 +130,8 @@ def call(
         launched["prefetch"] = prefetch
     record = steps.launch(world, plan, launched, **execution)
     if norm is not None and plan.norm is not None and plan.norm.step == "after":
-        steps.do(normalised, out, norm.residual, norm.weight, norm.eps, outputs["residual_out"])
+        of_norm_after = (norm.residual, norm.weight, norm.eps, outputs["residual_out"])
+        steps.do(normalised, out, *of_norm_after, plan.invariant is not None)
     quantise(steps, plan, outputs)
     if given_out is not None:  # autograd may have saved it for a backward, and must hear of it
         increment_version([given_out])
@@ -139,6 +145,7 @@ class _Options(TypedDict, total=False):
     eps: float
     prefetch: Tensor | None
     chunk: int | None
+    invariant: Wanted
     group: Group
 
 
@@ -201,6 +208,7 @@ def all_reduce(
     out_dtype: torch.dtype | None = None,
     prefetch: Tensor | None = None,
     chunk: int | None = None,
+    invariant: Wanted = None,
     group: Group = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute the sum over ranks of x, on every rank, the same bits everywhere.
@@ -235,6 +243,9 @@ def all_reduce(
             results have the same bits without, no gradient flows to it, and ranks may name different
             tensors.
         chunk: rows a communication chunk; default: the planner's choice.
+        invariant: promise that a row's bits depend on the ranks' terms of that row alone; for every
+            number of ranks only where these terms are roots of one tree's subtrees
+            (docs/invariance.md). None: as the world says.
         group: names the world; None: the default one.
 
     Returns:
@@ -251,15 +262,17 @@ def all_reduce(
     normed = norm_weight is not None or residual is not None or quantise is not None
     prefetch = prefetch if prefetch is None else hinted(prefetch)
     if not (normed or out is not None or torch.compiler.is_compiling()):  # most calls
-        found: Tensor = ops.all_reduce(x, out_dtype, chunk, prefetch, group)
+        found: Tensor = ops.all_reduce(x, out_dtype, chunk, prefetch, encoded(invariant), group)
         return found
     check_quantise(_OP, quantise, norm_weight, x=x, residual=residual, out=out, out_dtype=out_dtype)
     if norm_weight is None:
         if residual is not None:
             raise ArgumentError("norm_weight", None, "a weight, beside residual")
-        return _through_torch(x, None, out, out_dtype, chunk, prefetch, group)[0]
+        return _through_torch(x, None, out, out_dtype, chunk, prefetch, encoded(invariant), group)[
+            0
+        ]
     norm = Normed(residual, norm_weight, float(eps), quantise is not None)
-    done = _through_torch(x, norm, out, out_dtype, chunk, prefetch, group)
+    done = _through_torch(x, norm, out, out_dtype, chunk, prefetch, encoded(invariant), group)
     return results_of(done, residual)
 
 
@@ -270,6 +283,7 @@ def _through_torch(
     out_dtype: torch.dtype | None,
     chunk: int | None,
     prefetch: Tensor | None,
+    invariant: str | None,
     group: Group,
 ) -> tuple[Tensor, ...]:
     """Return the sum, or the normalised rows, quantised ones with their scales, and the new residual;
@@ -277,7 +291,8 @@ def _through_torch(
     given = (x,) if norm is None else (x, norm.weight, norm.residual)
     options: dict[str, Any] = {} if norm is None else {"eps": norm.eps}
     registered, named = called(group)
-    options |= {"out_dtype": out_dtype, "chunk": chunk, "prefetch": prefetch, "group": named}
+    options |= {"out_dtype": out_dtype, "chunk": chunk, "prefetch": prefetch}
+    options |= {"invariant": invariant, "group": named}
     if norm is not None and norm.quantises:
         del options["out_dtype"]
         quantised: tuple[Tensor, ...] = registered.all_reduce_norm_quantised(*given, **options)
@@ -291,7 +306,7 @@ def _through_torch(
     weight, residual = (None, None) if norm is None else (norm.weight, norm.residual)
     eps = EPS if norm is None else norm.eps
     results: tuple[Tensor, ...] = _INTO(
-        x, weight, residual, out, eps, out_dtype, chunk, prefetch, group
+        x, weight, residual, out, eps, out_dtype, chunk, prefetch, invariant, group
     )
     return results
 
@@ -327,7 +342,18 @@ def _quantised_kernel(
 
 _INTO = native_op(
     "all_reduce_into",
-    ("x", "norm_weight", "residual", "out", "eps", "out_dtype", "chunk", "prefetch", "group"),
+    (
+        "x",
+        "norm_weight",
+        "residual",
+        "out",
+        "eps",
+        "out_dtype",
+        "chunk",
+        "prefetch",
+        "invariant",
+        "group",
+    ),
     (),
     _norm_kernel,
     range_name=_OP,
@@ -357,7 +383,7 @@ def _fake_quantised(*given: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor
 
 register(
     "all_reduce(Tensor x, *, ScalarType? out_dtype=None, int? chunk=None, Tensor? prefetch=None, "
-    "str group) -> Tensor",
+    f"{GROUP}) -> Tensor",
     _sum_kernel,
     _fake_sum,
     derivatives.save_sum,
@@ -365,7 +391,7 @@ register(
 )
 register(
     "all_reduce_norm(Tensor x, Tensor norm_weight, Tensor? residual=None, *, float eps=1e-06, "
-    "ScalarType? out_dtype=None, int? chunk=None, Tensor? prefetch=None, str group) "
+    f"ScalarType? out_dtype=None, int? chunk=None, Tensor? prefetch=None, {GROUP}) "
     "-> (Tensor, Tensor)",
     _norm_kernel,
     _fake_norm,
@@ -375,7 +401,7 @@ register(
 )
 register(
     "all_reduce_norm_quantised(Tensor x, Tensor norm_weight, Tensor? residual=None, *, "
-    "float eps=1e-06, int? chunk=None, Tensor? prefetch=None, str group) "
+    f"float eps=1e-06, int? chunk=None, Tensor? prefetch=None, {GROUP}) "
     "-> (Tensor, Tensor, Tensor)",
     _quantised_kernel,
     _fake_quantised,

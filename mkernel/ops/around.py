@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mkernel.backends.contracts.invariant_product import invariant_product
 from mkernel.backends.contracts.norm import add_and_normalise
 from mkernel.backends.contracts.scaled import quantised_rows
 from mkernel.errors import ArgumentError, DtypeError, ShapeError
@@ -295,7 +296,8 @@ def after(
         assert norm is not None
         residual = None if norm.residual is None else as_rows(norm.residual, dim, steps)
         new = as_rows(given["residual_out"], dim, steps)
-        steps.do(normalised, out, *addends, residual, norm.weight, norm.eps, new)
+        promised = plan.invariant is not None
+        steps.do(normalised, out, *addends, residual, norm.weight, norm.eps, new, promised)
     else:
         for addend in addends:
             steps.do(Tensor.add_, out, addend)
@@ -327,13 +329,19 @@ def _quantised(rows: Tensor, into: Tensor, scales: Tensor) -> None:
 
 def normalised(out: Tensor, *rest: Any) -> None:
     """Add the bias, where there is one, and the residual to ``out``, and normalise it in its place."""
-    *addends, residual, weight, eps, new = rest
+    *addends, residual, weight, eps, new, invariant = rest
     addends = [each for each in (*addends, residual) if each is not None]
-    add_and_normalise(out, addends, weight, eps, out, new)
+    add_and_normalise(out, addends, weight, eps, out, new, invariant=invariant)
 
 
-def product(steps: Steps, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Compute out = a @ b + bias by a library; with any strides, float32 sums, rounded once."""
+def product(
+    steps: Steps, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, invariant: bool
+) -> None:
+    """Compute out = a @ b + bias by a library; with any strides, float32 sums, rounded once; or as an
+    invariant sum of one segment."""
+    if invariant:
+        steps.do(invariant_product, a, b, bias, out, 1, "float32")
+        return
     wide = torch.promote_types(a.dtype, torch.float32)
     direct = a.dtype == out.dtype and (out.dtype != torch.float16 or a.device.type != "cpu")
     if not direct:

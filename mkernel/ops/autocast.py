@@ -51,6 +51,7 @@ CASTS: Mapping[str, tuple[str, ...]] = {
     "gemm_all_reduce_norm_quantised": _PRODUCT,
     "gemm_all_reduce_norm_scaled": _PRODUCT,
     "replicated_gemm": _PRODUCT,
+    "invariant_mm": _PRODUCT,
     "shared_product": ("x", "weight", "bias"),
     "moe_dispatch_gemm": ("x", "w"),
     "moe_dispatch_gemm_scaled": ("x", "w"),

@@ -13,6 +13,8 @@ AllGather+GEMM and GEMM+ReduceScatter are each other's backward. With the first 
 its own, and the gradients are those of the sum of all losses; the bias of the second is one tensor that
 every rank holds, and so is its gradient. C of GEMM+AllReduce is one tensor that every rank holds: so is
 its gradient, the same on every rank.
+
+Where results are invariant, gradients of a are so too, by calls of the same kind; those of b are not.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mkernel.backends.contracts.norm import row_mean
 from mkernel.ops.around import as_rows, turned
+from mkernel.ops.common import promise_of
 from mkernel.ops.registration import ops
+from mkernel.world.lifecycle import current
 
 _FEWEST_COLUMNS = 8
 """Columns of a product that is thrown away: kernels take no fewer than 16 bytes of a row."""
@@ -32,8 +37,8 @@ _FEWEST_COLUMNS = 8
 
 def _gathered(a: Tensor, b: Tensor, dim: int, options: dict[str, Any]) -> Tensor:
     """Compute AG(a) alone: what AllGather+GEMM gathers, with as few columns of b as it takes."""
-    some = b[:, :_FEWEST_COLUMNS]
-    gathered: Tensor = ops.all_gather_rows(a, some, gather_dim=dim, **options)
+    some, plain = b[:, :_FEWEST_COLUMNS], {**options, "invariant": "off"}
+    gathered: Tensor = ops.all_gather_rows(a, some, gather_dim=dim, **plain)
     return gathered
 
 
@@ -45,8 +50,22 @@ def of_matrix(a: Tensor, of_c: Tensor, b: Tensor) -> Tensor:
 
 
 def _keep(ctx: Any, keywords: Any, dim: str) -> None:
-    ctx.options = {"chunk": keywords["chunk"], "group": keywords["group"]}
+    ctx.options = {name: keywords[name] for name in ("chunk", "invariant", "group")}
     ctx.dim = keywords[dim]
+
+
+def _keep_promise(ctx: Any, keywords: Any) -> None:
+    """Keep whether results are invariant."""
+    world = current(keywords["group"])
+    ctx.promised = promise_of(world, keywords["invariant"]) is not None
+
+
+def own_product(a: Tensor, b: Tensor, promised: bool) -> Tensor:
+    """Compute a @ b on this rank alone, with invariant results if these are promised."""
+    if not promised:
+        return a @ b
+    made: Tensor = torch.ops.mkernel.invariant_mm(a, b)
+    return made
 
 
 def _needs(ctx: Any) -> tuple[bool, bool, bool]:
@@ -198,6 +217,7 @@ def scatter_backward(ctx: Any, of_c: Tensor) -> Any:
 
 def save_reduce(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
     """Keep a and b."""
+    _keep_promise(ctx, keyword_only_inputs)
     ctx.save_for_backward(*inputs[:2])
 
 
@@ -208,7 +228,7 @@ def reduce_backward(ctx: Any, of_c: Tensor) -> Any:
     of_c = of_c.to(a.dtype)
     return _given(
         ctx,
-        of_c @ b.t() if needs_a else None,
+        own_product(of_c, b.t(), ctx.promised) if needs_a else None,
         of_matrix(as_rows(a, 0), as_rows(of_c, 0), b) if needs_b else None,
         _of_bias(of_c, a.dtype) if needs_bias else None,
     )
@@ -218,6 +238,7 @@ def save_norm(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, outpu
     """Keep a, b and the weight, and the new residual, whose rows were normalised."""
     ctx.set_materialize_grads(False)
     a, b, weight, *given = inputs
+    _keep_promise(ctx, keyword_only_inputs)
     ctx.eps = keyword_only_inputs["eps"]
     ctx.residual = None if not given or given[0] is None else given[0].dtype
     ctx.save_for_backward(a, b, weight, output[1])
@@ -226,13 +247,13 @@ def save_norm(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, outpu
 def norm_backward(ctx: Any, of_out: Tensor | None, of_new: Tensor | None) -> Any:
     """Compute the gradients of GEMM+AllReduce with a norm: nothing travels."""
     a, b, weight, new = ctx.saved_tensors
-    of_row, of_weight = _of_norm(new, weight, ctx.eps, of_out, of_new)
+    of_row, of_weight = _of_norm(new, weight, ctx.eps, of_out, of_new, ctx.promised)
     of_c = of_row.to(a.dtype)
     wanted: tuple[bool, ...] = ctx.needs_input_grad
     needs_a, needs_b, needs_weight, needs_residual, needs_bias = (*wanted, False, False)[:5]
     return _given(
         ctx,
-        of_c @ b.t() if needs_a else None,
+        own_product(of_c, b.t(), ctx.promised) if needs_a else None,
         of_matrix(as_rows(a, 0), as_rows(of_c, 0), b) if needs_b else None,
         of_weight if needs_weight else None,
         of_row.to(ctx.residual) if needs_residual else None,
@@ -241,18 +262,23 @@ def norm_backward(ctx: Any, of_out: Tensor | None, of_new: Tensor | None) -> Any
 
 
 def _of_norm(
-    new: Tensor, weight: Tensor, eps: float, of_out: Tensor | None, of_new: Tensor | None
+    new: Tensor,
+    weight: Tensor,
+    eps: float,
+    of_out: Tensor | None,
+    of_new: Tensor | None,
+    promised: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of the rows that were normalised, unrounded, and of the weight. With
     x = r / s, s = sqrt(mean(r^2) + eps), g = dOut * weight: dr = (g - x * mean(g * x)) / s + dNew."""
     row = new.to(torch.promote_types(new.dtype, torch.float32))
-    scale = torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
+    scale = torch.rsqrt(row_mean(row.square(), invariant=promised) + eps)
     x = row * scale
     of_row, of_weight = torch.zeros_like(row), torch.zeros_like(x)
     if of_out is not None:
         of_weight = of_out * x
         g = of_out * weight
-        of_row = (g - x * (g * x).mean(-1, keepdim=True)) * scale
+        of_row = (g - x * row_mean(g * x, invariant=promised)) * scale
     if of_new is not None:
         of_row = of_row + of_new
     return of_row, of_weight.flatten(0, -2).sum(0).to(weight.dtype)
@@ -277,6 +303,7 @@ def save_normed_sum(
 ) -> None:
     """Keep the weight, and the new residual, whose rows were normalised."""
     ctx.set_materialize_grads(False)
+    _keep_promise(ctx, keyword_only_inputs)
     x, weight, *given = inputs
     ctx.dtype, ctx.eps = x.dtype, keyword_only_inputs["eps"]
     ctx.residual = None if not given or given[0] is None else given[0].dtype
@@ -286,7 +313,7 @@ def save_normed_sum(
 def normed_sum_backward(ctx: Any, of_out: Tensor | None, of_new: Tensor | None) -> Any:
     """Compute the gradients of AllReduce with a norm: nothing travels."""
     weight, new = ctx.saved_tensors
-    of_row, of_weight = _of_norm(new, weight, ctx.eps, of_out, of_new)
+    of_row, of_weight = _of_norm(new, weight, ctx.eps, of_out, of_new, ctx.promised)
     needs_x, needs_weight, needs_residual = (*ctx.needs_input_grad, False)[:3]
     return _given(
         ctx,

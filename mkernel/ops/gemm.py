@@ -45,6 +45,8 @@ from mkernel.world.lifecycle import current
 from mkernel.world.torch_state import dispatch_modes
 from mkernel.world.world import World
 
+GROUP = "str? invariant=None, str group"
+"""The last arguments of schemas of ops that keep the promise of invariant results."""
 _ARGUMENTS = (
     "a", "b", "bias", "out", "gathered", "residual", "norm_weight", "a_scale", "b_scale",
     "prefetch",
@@ -67,6 +69,7 @@ class GemmCall(NamedTuple):
         dim: of ``a``, along which ranks share rows.
         gathered: whether the gathered A is wanted, or the tensor to write it to.
         path: instead of the setting's.
+        invariant: as registered ops take it (:func:`mkernel.plan.invariance.encoded`).
         products: columns of all B that the gathered A is multiplied with.
     """
 
@@ -83,6 +86,7 @@ class GemmCall(NamedTuple):
     norm: Normed | None = None
     scaled: Scaled | None = None
     prefetch: Tensor | None = None
+    invariant: str | None = None
     group: Group = None
 
     def plain(self, op: str) -> GemmCall:
@@ -149,7 +153,7 @@ class GemmOp:
     def arguments(self) -> str:
         """Return the arguments with which the schema of the registered op begins."""
         dim = "" if self.dim is None else f"int {self.dim}=0, "
-        options = f"{dim}ScalarType? out_dtype=None, int? chunk=None, {self._prefetch}str group"
+        options = f"{dim}ScalarType? out_dtype=None, int? chunk=None, {self._prefetch}{GROUP}"
         return f"Tensor a, Tensor b, Tensor? bias=None, *, {options}"
 
     @property
@@ -226,7 +230,7 @@ class GemmOp:
         whole_sizes = {"m": rows, "n": n, "k": k}
         plans = plans_for(
             world, self.name, whole_sizes, dtype, out_name,
-            b_layout=layout, around=steps, path=call.path,
+            b_layout=layout, around=steps, path=call.path, invariant=call.invariant,
         )  # fmt: skip
         plan = planned(world, plans, whole_sizes, call.chunk)
         for name, output, sizes, width, output_dtype in outputs:
@@ -312,7 +316,7 @@ class GemmOp:
         if registered is not ops:
             a, b, bias = self.local(a, b, bias, dim, call.group)
         options: dict[str, Any] = {} if self.dim is None else {self.dim: dim}
-        options |= {"chunk": chunk, "group": named}
+        options |= {"chunk": chunk, "invariant": call.invariant, "group": named}
         options |= {"prefetch": call.prefetch} if self._prefetch else {}
         name, scaled = self.name, call.scaled
         tensors: tuple[Any, ...] = (a, b, bias)
@@ -332,7 +336,7 @@ class GemmOp:
             of_a, of_b, fast = scaled or (None, None, False)
             result, _ = self.into(
                 a, b, bias, out, None, of_a, of_b, fast, dim, out_dtype, chunk, None, call.group,
-                call.prefetch,
+                call.prefetch, call.invariant,
             )  # fmt: skip
         return result
 
@@ -342,7 +346,7 @@ class GemmOp:
         ``gathered``."""
         names = (
             "a", "b", "bias", "out", "gathered", "a_scale", "b_scale", "use_fast_accum", "dim",
-            "out_dtype", "chunk", "path", "group", "prefetch",
+            "out_dtype", "chunk", "path", "group", "prefetch", "invariant",
         )  # fmt: skip
 
         def kernel(**given: Any) -> tuple[Tensor, Tensor | None]:
@@ -350,7 +354,12 @@ class GemmOp:
             return outputs["out"], outputs.get("gathered")
 
         return native_op(
-            f"{self.name}_into", names, (None,), kernel, range_name=self.name, local=self.localised
+            f"{self.name}_into",
+            names,
+            (None, None),
+            kernel,
+            range_name=self.name,
+            local=self.localised,
         )
 
     def localised(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -413,7 +422,7 @@ class GemmOp:
         register(
             f"{self.name}_scaled(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, "
             f"Tensor? bias=None, *, {dim}ScalarType? out_dtype=None, bool use_fast_accum=False, "
-            f"int? chunk=None, {self._prefetch}str group) -> Tensor",
+            f"int? chunk=None, {self._prefetch}{GROUP}) -> Tensor",
             kernel,
             scaled_fake,
             flops=self.flops,

@@ -20,7 +20,7 @@ from typing_extensions import TypedDict, Unpack
 from mkernel.errors import ArgumentError
 from mkernel.ops import derivatives
 from mkernel.ops.around import EPS, Normed, refuse_gradients, scaled
-from mkernel.ops.gemm import GemmCall, GemmOp, copied_to, traced_outputs
+from mkernel.ops.gemm import GROUP, GemmCall, GemmOp, copied_to, traced_outputs
 from mkernel.ops.plain import local
 from mkernel.ops.prefetch import hinted
 from mkernel.ops.quantised import (
@@ -30,6 +30,7 @@ from mkernel.ops.quantised import (
     results_of,
 )
 from mkernel.ops.registration import called, native_op, ops, register
+from mkernel.plan.invariance import Wanted, encoded
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -46,6 +47,7 @@ class _Options(TypedDict, total=False):
     eps: float
     prefetch: Tensor | None
     chunk: int | None
+    invariant: Wanted
     group: Group
 
 
@@ -117,6 +119,7 @@ def gemm_all_reduce(
     out_dtype: torch.dtype | None = None,
     prefetch: Tensor | None = None,
     chunk: int | None = None,
+    invariant: Wanted = None,
     group: Group = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute the sum over ranks of a @ b (+ bias), on every rank, the same bits everywhere.
@@ -163,6 +166,9 @@ def gemm_all_reduce(
             bfloat16, else float16 or float32.
         prefetch: the weight that the next product reads, as :func:`mkernel.all_reduce` takes it.
         chunk: rows (or tiles) a communication chunk; default: the planner's choice.
+        invariant: promise that a row's bits depend on that row, b and what is added behind the sum
+            alone, for every number of ranks that divides the segments of K (docs/invariance.md).
+            None: as the world says.
         group: names the world; None: the default one.
 
     Returns:
@@ -181,7 +187,8 @@ def gemm_all_reduce(
     normed = norm_weight is not None or residual is not None or quantise is not None
     prefetch = prefetch if prefetch is None else hinted(prefetch)
     if not (more or normed or torch.compiler.is_compiling()):  # which is what most calls are
-        found: Tensor = ops.gemm_all_reduce(a, b, bias, out_dtype, chunk, prefetch, group)
+        options = (out_dtype, chunk, prefetch, encoded(invariant))
+        found: Tensor = ops.gemm_all_reduce(a, b, bias, *options, group)
         return found
     given = scaled(a_scale, b_scale, use_fast_accum)
     check_quantise(
@@ -189,8 +196,9 @@ def gemm_all_reduce(
         a=a, b=b, bias=bias, residual=residual, out=out, out_dtype=out_dtype,
     )  # fmt: skip
     call = GemmCall(
-        a, b, bias, 0, out, out_dtype, chunk=chunk, scaled=given, prefetch=prefetch, group=group
-    )
+        a, b, bias, 0, out, out_dtype, chunk=chunk, scaled=given, prefetch=prefetch,
+        invariant=encoded(invariant), group=group,
+    )  # fmt: skip
     if norm_weight is None:
         if residual is not None:
             raise ArgumentError("norm_weight", None, "a weight, beside residual")
@@ -220,6 +228,7 @@ def _normed(call: GemmCall) -> tuple[Tensor, ...]:
     tensors: tuple[Tensor | None, ...] = a, b, weight, residual, bias
     out, given, op = call.out, call.scaled, registered.gemm_all_reduce_norm
     options: dict[str, Any] = {"eps": norm.eps, "chunk": call.chunk, "prefetch": call.prefetch}
+    options["invariant"] = call.invariant
     if given is not None:
         tensors += given.a, given.b
         options["use_fast_accum"] = given.use_fast_accum
@@ -263,9 +272,9 @@ _INTO = native_op(
     "gemm_all_reduce_norm_into",
     (
         "a", "b", "norm_weight", "residual", "bias", "a_scale", "b_scale", "use_fast_accum", "out",
-        "eps", "out_dtype", "chunk", "prefetch", "group",
+        "eps", "out_dtype", "chunk", "prefetch", "invariant", "group",
     ),
-    (None, None, False, None, EPS, None, None, None, None),
+    (None, None, False, None, EPS, None, None, None, None, None),
     _kernel,
     range_name=OP.name,
     local=_localised,
@@ -296,7 +305,7 @@ _register = partial(register, flops=OP.flops, range_name=OP.name, local=_localis
 _register(
     "gemm_all_reduce_norm(Tensor a, Tensor b, Tensor norm_weight, Tensor? residual=None, "
     "Tensor? bias=None, *, float eps=1e-06, ScalarType? out_dtype=None, int? chunk=None, "
-    "Tensor? prefetch=None, str group) -> (Tensor, Tensor)",
+    f"Tensor? prefetch=None, {GROUP}) -> (Tensor, Tensor)",
     _kernel,
     _fake,
     derivatives.save_norm,
@@ -306,7 +315,7 @@ _register(
     "gemm_all_reduce_norm_scaled(Tensor a, Tensor b, Tensor norm_weight, Tensor? residual, "
     "Tensor? bias, Tensor a_scale, Tensor b_scale, *, bool use_fast_accum=False, "
     "float eps=1e-06, ScalarType? out_dtype=None, int? chunk=None, Tensor? prefetch=None, "
-    "str group) -> (Tensor, Tensor)",
+    f"{GROUP}) -> (Tensor, Tensor)",
     _kernel,
     _fake,
 )
@@ -314,7 +323,7 @@ _register(
     "gemm_all_reduce_norm_quantised(Tensor a, Tensor b, Tensor norm_weight, "
     "Tensor? residual=None, Tensor? bias=None, Tensor? a_scale=None, Tensor? b_scale=None, *, "
     "bool use_fast_accum=False, float eps=1e-06, int? chunk=None, Tensor? prefetch=None, "
-    "str group) -> (Tensor, Tensor, Tensor)",
+    f"{GROUP}) -> (Tensor, Tensor, Tensor)",
     partial(_kernel, quantises=True),
     _fake_quantised,
 )

@@ -15,6 +15,7 @@ from mkernel.ops import derivatives
 from mkernel.ops.around import scaled
 from mkernel.ops.gemm import GemmCall, GemmOp
 from mkernel.ops.registration import ops
+from mkernel.plan.invariance import Wanted, encoded
 from mkernel.world.groups import Group
 
 OP = GemmOp("gemm_reduce_scatter", scatters=True)
@@ -32,6 +33,7 @@ def gemm_reduce_scatter(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
+    invariant: Wanted = None,
     group: Group = None,
 ) -> torch.Tensor:
     """Compute rows [r·M/W, (r+1)·M/W) of the sum over ranks of a @ b (+ bias), on rank r.
@@ -66,6 +68,7 @@ def gemm_reduce_scatter(
         out_dtype: of the result; default: that of ``out``, else that of ``a``; of e4m3 operands
             bfloat16, else float16 or float32.
         chunk: rows (or tiles) a communication chunk; default: the planner's choice.
+        invariant: as :func:`mkernel.gemm_all_reduce` takes it.
         group: names the world; None: the default one.
 
     Returns:
@@ -83,13 +86,15 @@ def gemm_reduce_scatter(
     more = a_scale is not None or b_scale is not None or use_fast_accum or out is not None
     if not (more or torch.compiler.is_compiling()):  # which is what most calls are
         found: torch.Tensor = ops.gemm_reduce_scatter(
-            a, b, bias, scatter_dim, out_dtype, chunk, group
+            a, b, bias, scatter_dim, out_dtype, chunk, encoded(invariant), group
         )
         return found
     given = scaled(a_scale, b_scale, use_fast_accum)
-    return OP.result(
-        GemmCall(a, b, bias, scatter_dim, out, out_dtype, chunk=chunk, scaled=given, group=group)
-    )
+    call = GemmCall(
+        a, b, bias, scatter_dim, out, out_dtype, chunk=chunk, scaled=given,
+        invariant=encoded(invariant), group=group,
+    )  # fmt: skip
+    return OP.result(call)
 
 
 OP.register(derivatives.save_scatter, derivatives.scatter_backward)

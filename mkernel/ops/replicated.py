@@ -13,26 +13,29 @@ from typing import Any
 from torch import Tensor
 
 from mkernel.ops import flops, validate
-from mkernel.ops.derivatives import of_matrix
+from mkernel.ops.common import promise_of
+from mkernel.ops.derivatives import of_matrix, own_product
+from mkernel.ops.gemm import GROUP
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import ops, register
+from mkernel.world.lifecycle import current
 
 _OP = "replicated_gemm"
 
 
 @untraced
-def _product(a: Tensor, b: Tensor, *, group: str) -> Tensor:
+def _product(a: Tensor, b: Tensor, *, invariant: str | None = None, group: str) -> Tensor:
     a, b = plain(_OP, ("a", "b"), (a, b))
     validate.same_dtype("b.dtype", b, "a", a)
-    return a @ b
+    return own_product(a, b, promise_of(current(group), invariant) is not None)
 
 
-def _fake(a: Tensor, b: Tensor, *, group: str) -> Tensor:
+def _fake(a: Tensor, b: Tensor, *, invariant: str | None = None, group: str) -> Tensor:
     return a @ b
 
 
 def _save_product(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-    ctx.group = keyword_only_inputs["group"]
+    ctx.options = dict(keyword_only_inputs)
     ctx.save_for_backward(*inputs)
 
 
@@ -40,14 +43,14 @@ def _product_backward(ctx: Any, of_c: Tensor) -> Any:
     a, b = ctx.saved_tensors
     of_a = of_b = None
     if ctx.needs_input_grad[0]:
-        of_a = ops.gemm_all_reduce(of_c, b.t(), group=ctx.group)
+        of_a = ops.gemm_all_reduce(of_c, b.t(), **ctx.options)
     if ctx.needs_input_grad[1]:
         of_b = of_matrix(a, of_c, b)
     return of_a, of_b
 
 
 register(
-    f"{_OP}(Tensor a, Tensor b, *, str group) -> Tensor",
+    f"{_OP}(Tensor a, Tensor b, *, {GROUP}) -> Tensor",
     _product,
     _fake,
     _save_product,

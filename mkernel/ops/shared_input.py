@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from mkernel.errors import DtypeError
 from mkernel.ops import autocast, validate
 from mkernel.ops.around import as_rows, shaped
+from mkernel.ops.common import promise_of
+from mkernel.ops.derivatives import own_product
 from mkernel.ops.registration import group_name, ops, register_composite
 from mkernel.world.lifecycle import current
 from mkernel.world.torch_state import dispatch_modes, stream_of
@@ -168,7 +170,9 @@ class _Shared:
             if cast:
                 self.whole = whole.detach()
             validate.same_dtype("weight.dtype", weight, "x", whole)
-            return _from_rows(_linear(as_rows(whole, dim), weight, bias), whole.shape, dim), whole
+            promised = promise_of(current(self._group), None) is not None
+            y = _linear(as_rows(whole, dim), weight, bias, promised)
+            return _from_rows(y, whole.shape, dim), whole
 
 
 _LAST = threading.local()
@@ -208,9 +212,13 @@ def _local(x: Any) -> Tensor:
     return found
 
 
-def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute a product with float32 sums, rounded once. Selective checkpointing may save what torch's
-    op returns, so that it has no ``out``."""
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, promised: bool) -> Tensor:
+    """Compute a product with float32 sums, rounded once, and again with a bias where results are
+    promised to be invariant, as the op has it that gathers. Selective checkpointing may save what
+    torch's op returns, so that it has no ``out``."""
+    if promised:
+        y = own_product(rows, weight.t(), promised)
+        return y if bias is None else y + bias
     if rows.dtype != torch.float16 or rows.device.type != "cpu":
         return linear(rows, weight, bias)
     return linear(rows.float(), weight.float(), None if bias is None else bias.float()).half()

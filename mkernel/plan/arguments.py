@@ -343,8 +343,8 @@ def promised(
     if op not in claims.invariant_ops:
         raise Unsupported(
             f"accelerator {accelerator!r} does not promise invariant results of {op!r}; it does of: "
-            f"{', '.join(claims.invariant_ops) or 'nothing'}; pass invariant=False for this op, or set "
-            "MKERNEL_INVARIANT=0"
+            f"{', '.join(claims.invariant_ops) or 'nothing'}; pass invariant=False where an op takes "
+            "it, or make the world without MKERNEL_INVARIANT"
         )
     for name, given in (("dtype", dtype), ("out_dtype", out_dtype)):
         if given == "float64":
@@ -356,9 +356,8 @@ def promised(
         if ranks & (ranks - 1):
             legal = f"a world of 1, 2, 4, ... ranks, not of {ranks}: segments are a power of two"
         raise ArgumentError("segments", wanted.segments, legal, why=f"{op} with invariant results")
-    default = out_dtype if out_dtype in ("float16", "bfloat16") else "float32"
     segments = wanted.segments if op in _SUMS_OF_PRODUCTS else ranks
-    return Invariant(segments, wanted.partial_dtype or default)
+    return Invariant(segments, wanted.partial_of(out_dtype))
 
 
 def check_segments(

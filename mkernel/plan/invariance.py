@@ -60,6 +60,12 @@ class Invariant:
                 )
             object.__setattr__(self, "partial_dtype", name)
 
+    def partial_of(self, out_dtype: str) -> PartialName:
+        """Return the dtype to which nodes of a sum are rounded whose result has that dtype."""
+        if self.partial_dtype is None and out_dtype in ("float16", "bfloat16"):
+            return out_dtype  # type: ignore[return-value]
+        return self.partial_dtype or "float32"
+
 
 Wanted = bool | Invariant | None
 """The argument ``invariant`` of ops, layers and worlds. None: as the world says; True: with the

@@ -83,8 +83,8 @@ def init(
         join_timeout_s: how long this call takes at most, in seconds, however late or silent others are.
         invariant: promise of all ops that a row's bits depend on that row and the weights alone
             (docs/invariance.md), the same on all ranks; True: with MKERNEL_INVARIANT_SEGMENTS. Ops
-            of which the accelerator does not promise it are refused, unless they say
-            ``invariant=False``. Default: the setting MKERNEL_INVARIANT.
+            of which the accelerator does not promise it are refused by name. Default: the setting
+            MKERNEL_INVARIANT.
         stores: two clients of one torch store (one for the watchdog); default: env:// rendezvous.
 
     Raises:

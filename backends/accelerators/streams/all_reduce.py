@@ -1,9 +1,9 @@
 """AllReduce: rows of x go to their owners, who add them in rank order and send the sums to every
 rank.
 
-Sums are float32 (float64 for float64 inputs) and rounded once, by their owner, so every rank holds
-the same bits. M need not be a multiple of W. ``out`` may be ``x``: a row of it is written only once
-the row's owner, or this rank itself, has the values that x held there.
+Sums are float32 (float64 for float64 inputs), or the tree of invariant results, and rounded once, by
+their owner, so every rank holds the same bits. M need not be a multiple of W. ``out`` may be ``x``: a
+row of it is written only once the row's owner, or this rank itself, has the values that x held there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.exchange import exchange, share, take
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.norm import add_and_normalise
+from mkernel.backends.contracts.tree import tree_sum
 from mkernel.plan.model import NormStep
 
 
@@ -59,7 +60,7 @@ def _sum_own(
 ) -> None:
     """Compute out = the sum over ranks of this rank's share. ``terms``: this rank's terms, by the
     rank that adds them up."""
-    rank, slots = call.rank, streams.landing("slots")
+    rank, slots, invariant = call.rank, streams.landing("slots"), call.plan.invariant
     own = terms[rank]
     arrivals = exchange(
         call,
@@ -70,9 +71,14 @@ def _sum_own(
     for *_, message in arrivals:
         streams.wait(message)
     with streams.compute():
-        first, *others = (
+        given = [
             own if source == rank else slots[source, : len(own)] for source in range(len(terms))
-        )
+        ]
+        if invariant is not None:
+            partial = getattr(torch, invariant.partial_dtype or "float32")
+            out.copy_(tree_sum([each.to(partial) for each in given]))
+            return
+        first, *others = given
         total = streams.scratch("total", own.shape, getattr(torch, call.plan.sums))
         total.copy_(first)
         for other in others:
@@ -94,4 +100,5 @@ def _normalise(call: Call, streams: CallStreams, norm: NormStep) -> None:
             norm.eps,
             tensors["out"],
             tensors["residual_out"],
+            invariant=call.plan.invariant is not None,
         )

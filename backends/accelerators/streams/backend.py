@@ -27,6 +27,7 @@ from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.errors import Unsupported
+from mkernel.plan.invariance import Invariant
 from mkernel.plan.model import Activation, DtypeName, LaunchPlan, ScaleMode
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import load_as
@@ -56,7 +57,9 @@ _OPS = {
     "ring_attention_backward": "ring_attention_backward:run",
 }
 """The function of each op: ``module:function`` in this package."""
-PUT_OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_reduce")
+PRODUCTS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+"""Ops that multiply by a library, whose invariance is measured for each K of a segment."""
+PUT_OPS = (*PRODUCTS, "all_reduce")
 """Ops whose messages can be puts. MoE's cannot, because they vary in size; attention's cannot,
 because it passes on what it receives."""
 
@@ -169,6 +172,8 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         """Return a window if messages are puts; otherwise nothing, because torch's allocator serves
         the calls."""
         how = schedules.check(plan, self._device.name)
+        if plan.invariant is not None and plan.op in PRODUCTS:
+            self._check_products(plan, plan.invariant)
         if how.window_bytes == 0:
             return Workspace()
         if self._windows is None:
@@ -177,6 +182,16 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
                 "set MKERNEL_STREAMS_COPIES alike on all ranks, or build mkernel's CUDA module here"
             )
         return self._windows.workspace(plan)
+
+    def _check_products(self, plan: LaunchPlan, invariant: Invariant) -> None:
+        """Raise Unsupported unless torch's products keep the promise for a plan's segments."""
+        import torch
+
+        from mkernel.backends.contracts.invariant_product import check_products
+
+        own = max(1, invariant.segments // plan.world_size)
+        device = torch.empty(0, device=self.device).device  # with its index
+        check_products(device, plan.gemm.k // own)
 
     def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
         """Return the number of words of the ids of all ranks' tokens, plus one for the number of
@@ -258,6 +273,7 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         compute_cores=device.cores,
         comm_cores=1,
         stream_ordered=device.queues,
+        invariant_ops=(*PRODUCTS, "all_reduce"),
         kinds=tuple(DEVICES),
         process_group=True,
         put_ops=PUT_OPS if copies else (),

@@ -2,8 +2,9 @@
 add them in rank order; for AllReduce they then send their rows to every rank.
 
 Rows of the next ranks come first and own rows last, so that messages travel while the rest is
-computed. Partials stay float32 (float64 for float64 inputs) throughout. Rows are rounded once, by
-their owner, so every rank of an AllReduce holds the same bits. For AllReduce, M need not be a
+computed. Partials stay float32 (float64 for float64 inputs) throughout; those of invariant results
+are roots of the ranks' subtrees, in the partial dtype, and are added by the tree. Rows are rounded
+once, by their owner, so every rank of an AllReduce holds the same bits. For AllReduce, M need not be a
 multiple of W.
 """
 
@@ -20,6 +21,7 @@ from mkernel.backends.accelerators.streams.exchange import chunks, rotation
 from mkernel.backends.accelerators.streams.scaled import own_rows, products
 from mkernel.backends.accelerators.streams.schedule import RotatingSchedule
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.tree import tree_sum
 
 
 def scatter(call: Call, streams: CallStreams) -> Mapping[str, Any]:
@@ -75,6 +77,9 @@ def _reduced(
             streams.post(*parcels)
         streams.finish()
     with streams.compute():
+        if call.plan.invariant is not None:
+            out.copy_(tree_sum(list(slots)))
+            return
         total, *others = slots
         for other in others[:-1]:
             total.add_(other)

@@ -16,7 +16,9 @@ import torch
 from mkernel.backends.accelerators.streams.matmul import Factor
 from mkernel.backends.accelerators.streams.schedule import ScaledSchedule
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.invariant_product import InvariantFactor
 from mkernel.backends.contracts.scaled import dequantised, quantised_blocks
+from mkernel.plan.invariance import Invariant
 from mkernel.plan.model import Scales
 
 
@@ -47,11 +49,25 @@ def as_bytes(rows: torch.Tensor) -> torch.Tensor:
 def products(call: Call, out_dtype: torch.dtype) -> Callable[[Rows, torch.Tensor], None]:
     """Return a function that fills ``out`` with rows @ the call's B, for results in ``out_dtype``."""
     b, scales = call.tensors["b"], call.plan.scales
+    if call.plan.invariant is not None:
+        return _invariant_products(call, call.plan.invariant)
     if scales is None:
         factor = Factor(b, out_dtype)
         return lambda rows, out: factor.product(rows.values, out)
     direct = call.plan.part(ScaledSchedule).scaled_products == "scaled_mm"
     return ScaledFactor(b, call.tensors["b_scale"], scales, direct=direct).product
+
+
+def _invariant_products(call: Call, invariant: Invariant) -> Callable[[Rows, torch.Tensor], None]:
+    """Return the function of :func:`products` for this rank's leaves of an invariant sum."""
+    b, summed = call.tensors["b"], call.plan.op != "all_gather_gemm"
+    if call.plan.scales is not None:
+        b = dequantised(b, call.tensors["b_scale"])
+    own = invariant.segments // call.plan.world_size if summed else 1
+    factor = InvariantFactor(b, own, invariant.partial_dtype or "float32")
+    return lambda rows, out: factor.product(
+        rows.values if rows.scale is None else dequantised(rows.values, rows.scale), out
+    )
 
 
 def rows_of_experts(call: Call, name: str, count: int | None = None) -> Rows:

@@ -338,7 +338,7 @@ def _scaled_products(
     dtypes."""
     if plan.scales is None:
         return (None,)
-    has = plan.scales.mode in scaled_mm
+    has = plan.scales.mode in scaled_mm and plan.invariant is None
     return ("scaled_mm", "dequantised") if has else ("dequantised",)
 
 
@@ -499,7 +499,8 @@ def _of_gemm(plan: CommonPart) -> _Wanted:
             of_a = scale_sizes(plan.scales.mode, rows, gemm.n, gemm.k)[0]
             wanted["scales"] = (*of_a, "float32")
     else:
-        wanted["slots"] = (rows, gemm.n, plan.sums)
+        partial = plan.invariant and plan.invariant.partial_dtype
+        wanted["slots"] = (rows, gemm.n, partial or plan.sums)
     if plan.op == "gemm_all_reduce":
         wanted["results"] = (rows, gemm.n, plan.out_dtype)
     return wanted

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import combinations, product
+from typing import NamedTuple
 
 import torch
 
@@ -13,12 +14,11 @@ from mkernel.conformance.check import Check
 from mkernel.conformance.grid import (
     judge_typical,
     typical,
-    typical_of_each,
-    whole_mnk,
     with_tensors,
 )
-from mkernel.conformance.ranks import Judge, describe, each_case, seconds_apart, where
+from mkernel.conformance.ranks import Judge, describe, seconds_apart, where
 from mkernel.harness.outcome import CheckSkipped
+from mkernel.plan.invariance import Invariant
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -62,76 +62,160 @@ def _unequal(
     ]
 
 
+_SEGMENTS, _OF_SEGMENT, _COLUMNS, _RANDOM_ROWS = 8, 32, 72, 132
+_LARGE = 2.0**14
+_SUM = Invariant(_SEGMENTS, "float16")
+"""A float16 sum, which loses terms up to four beside ``_LARGE``."""
+_PROMISES = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_reduce")
+
+
+def telling_leaves(leaves: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [rows, leaves], whose rows' sums tell in which tree they were added, and these sums.
+
+    A row has a large term, the same with the other sign, and ones. Along the way to the node where the
+    two meet, each loses the ones that it is added to. So what is left are the ones outside of that
+    node, in float64 all of them, and any other tree has another such node for some pair.
+    """
+    pairs = list(combinations(range(leaves), 2))
+    rows = torch.ones(len(pairs), leaves)
+    for row, (one, other) in zip(rows, pairs, strict=True):
+        row[one], row[other] = _LARGE, -_LARGE
+    left = [float(leaves - (1 << (one ^ other).bit_length())) for one, other in pairs]
+    return rows, torch.tensor(left)
+
+
 def _claimed(subject: AcceleratorSubject) -> tuple[str, ...]:
-    """Return the ops whose invariant results the backend claims. CheckSkipped if there are none."""
-    if not subject.capabilities.invariant_ops:
+    """Return the ops whose invariant results are claimed and checked here. CheckSkipped if there are
+    none."""
+    found = tuple(op for op in _PROMISES if op in subject.capabilities.invariant_ops)
+    if not found:
         raise CheckSkipped("no op's invariant results are claimed (invariant_ops)")
-    return subject.capabilities.invariant_ops
+    return found
+
+
+class _Variant(NamedTuple):
+    """A call, or several, that must give rows the bits that they have in another: which rows each
+    passes, in chunks of which size, and on which path."""
+
+    name: str
+    calls: tuple[torch.Tensor, ...]
+    chunk: int | None = None
+    path: str | None = None
+
+
+class _Promise:
+    """One op with invariant results: whole tensors, and any rows of them as cases."""
+
+    def __init__(self, subject: AcceleratorSubject, op: str, world_size: int) -> None:
+        random = torch.Generator().manual_seed(subject.seed)
+        self._subject, self._op = subject, op
+        leaves, self.known = telling_leaves(world_size if op == "all_reduce" else _SEGMENTS)
+        self.rows = len(leaves) + _RANDOM_ROWS + (-len(leaves) % 4)
+        self._columns = subject.aligned(_COLUMNS)
+        more = self.rows - len(leaves)
+        if op == "all_reduce":
+            others = torch.randn(world_size, more, self._columns, generator=random)
+            spread = leaves.t()[:, :, None].expand(-1, -1, self._columns)
+            self._x = torch.cat((spread, others), 1)
+            return
+        k = _SEGMENTS * _OF_SEGMENT
+        self._a, self._b = (
+            torch.randn(size, generator=random) for size in ((self.rows, k), (k, self._columns))
+        )
+        firsts = torch.arange(0, k, _OF_SEGMENT)
+        self._a[: len(leaves)] = 0.0
+        large = leaves.abs() == _LARGE
+        self._a[: len(leaves), firsts] = torch.where(large, leaves / _LARGE**0.5, 0.0)
+        self._a[: len(leaves), firsts + 1] = torch.where(large, 0.0, 1.0)
+        self._b[firsts], self._b[firsts + 1] = _LARGE**0.5, 1.0
+
+    def case(self, rows: torch.Tensor, variant: _Variant, world_size: int) -> Case:
+        """Return a call on these rows."""
+        sizes = {"m": len(rows), "n": self._columns}
+        if self._op != "all_reduce":
+            gathers = self._op == "all_gather_gemm"
+            sizes["k"] = len(self._b) if gathers else len(self._b) // world_size
+        case = typical(self._subject, self._op, world_size, sizes, chunk=variant.chunk)
+        if self._op == "all_reduce":
+            made = with_tensors(case, x=torch.cat([each[rows] for each in self._x]))
+        else:
+            made = with_tensors(case, a=self._a[rows], b=self._b)
+        options = {**made.options, "invariant": _SUM}
+        return made.with_(options={**options, "path": variant.path} if variant.path else options)
+
+    def results(
+        self, variants: Sequence[_Variant], world: tuple[int, int]
+    ) -> Iterator[tuple[_Variant, torch.Tensor]]:
+        """Yield the whole result of each variant's rows."""
+        size = world[0] * world[1]
+        cases = [self.case(rows, each, size) for each in variants for rows in each.calls]
+        found = self._subject.launch(rank_results, cases, world=world)
+        scattered = self._op == "gemm_reduce_scatter"
+        calls = iter(zip(*found, strict=True))
+        for each in variants:
+            parts = [next(calls) for _ in each.calls]
+            yield each, torch.cat([torch.cat(one) if scattered else one[0] for one in parts])
+
+    def wrong(
+        self, variants: Sequence[_Variant], world: tuple[int, int], first: torch.Tensor | None
+    ) -> tuple[list[str], torch.Tensor]:
+        """Return in which variants rows have other bits than in ``first``, or in the first variant,
+        which has all rows in order, and that one's result."""
+        found = []
+        for each, result in self.results(variants, world):
+            first = result if first is None else first
+            where = f"{self._op} on {world[0]}x{world[1]}, {each.name}"
+            if not same_bits(first[torch.cat(each.calls)], result):
+                found.append(f"{where}: rows have other bits")
+        assert first is not None
+        known = self.known[:, None].expand(-1, self._columns)
+        if self._op != "all_gather_gemm" and not torch.equal(first[: len(known)].float(), known):
+            found.append(f"{self._op} on {world[0]}x{world[1]}: not added by the tree")
+        return found, first
+
+
+def rank_results(cases: Sequence[Case]) -> list[torch.Tensor]:
+    """Return this rank's results."""
+    return [_results(case, 0)["out"] for case in cases]
 
 
 def chunk_invariance(subject: AcceleratorSubject) -> None:
-    """Cut the same call into other chunks."""
-    claimed = _claimed(subject)
-    world = subject.largest()
-    cases = [case for case in typical_of_each(subject, world) if case.op in claimed]
-    subject.judge(each_case, rank_chunks, cases, (1, 2, 3, 7, 64), world=world)
-
-
-def rank_chunks(case: Case, chunks: Sequence[int]) -> Iterator[str]:
-    """Compare every chunk size with the planner's choice."""
-    first = _results(case, 0)
-    for chunk in chunks:
-        again = _results(case.with_(chunk=chunk), 0)
-        yield from _unequal(case, first, again, f"chunks of {chunk}")
+    """Cut calls with invariant results into other chunks, change their rows' order and number, and
+    split them into several calls."""
+    world, *_ = subject.worlds((2, 2), (1, 4), (1, 2), (1, 1))
+    found: list[str] = []
+    for op in _claimed(subject):
+        if subject.capabilities.provides(op, world[0]):
+            promise = _Promise(subject, op, world[0] * world[1])
+            every = torch.arange(promise.rows)
+            mixed = every[torch.randperm(len(every), generator=torch.Generator().manual_seed(1))]
+            variants = [
+                _Variant("all rows", (every,)),
+                *(_Variant(f"chunks of {size}", (every,), size) for size in (1, 2, 3, 7, 64)),
+                _Variant("rows in another order", (mixed,)),
+                _Variant("few rows at a time", (mixed[:4], mixed[4:24], mixed[24:88], mixed[88:])),
+            ]
+            found += promise.wrong(variants, world, None)[0]
+    blame(found)
 
 
 def split_invariance(subject: AcceleratorSubject) -> None:
-    """Run AllGather+GEMM in every world, and the sums in every split of four ranks."""
-    claimed = _claimed(subject)
+    """Give worlds of other sizes and nodes, on each path, the same whole tensors."""
     found: list[str] = []
-    compared = False
-    for op in subject.claimed("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"):
-        if op not in claimed:
+    worlds = subject.worlds((1, 1), (1, 2), (1, 4), (2, 2), (4, 1))
+    claims = subject.capabilities
+    for op in _claimed(subject):
+        if op == "all_reduce":  # whose terms are the ranks' own
             continue
-        wanted = [(1, 4), (2, 2), (4, 1)]
-        if op == "all_gather_gemm":
-            wanted = [(1, 1), (1, 2), *wanted]
-        worlds = subject.worlds(*wanted)
-        if len(worlds) < 2:
-            continue
-        compared = True
-        paths = ["library"] if op in subject.capabilities.library_ops else []
-        paths += ["fused"] if op not in subject.capabilities.only_library_ops else []
-        for case in [_given(typical(subject, op, 4), path) for path in paths]:
-            kept: dict[tuple[int, int], torch.Tensor] = {}
-            for world in worlds:
-                parts = subject.launch(rank_result, case, world=world)
-                scattered = op == "gemm_reduce_scatter"
-                kept[world] = torch.cat(parts) if scattered else parts[0]
-            first, *others = kept
-            found += [
-                f"{describe(case)}: bits differ between {first[0]}x{first[1]} and "
-                f"{world[0]}x{world[1]}"
-                for world in others
-                if not same_bits(kept[first], kept[world])
-            ]
+        promise, first = _Promise(subject, op, 1), None
+        every = torch.arange(promise.rows)
+        for world in [one for one in worlds if claims.provides(op, one[0])]:
+            both = op in claims.library_ops and op not in claims.only_library_ops and world[0] == 1
+            paths = ("fused", "library") if both else (None,)
+            variants = [_Variant(f"path {path or 'auto'}", (every,), path=path) for path in paths]
+            wrong, first = promise.wrong(variants, world, first)
+            found += wrong
     blame(found)
-    if not compared:
-        raise CheckSkipped("needs two worlds of one size to compare; one fits this machine")
-
-
-def _given(case: Case, path: str) -> Case:
-    """Put the case on one path, with whole tensors that do not depend on the world."""
-    m, n, k = whole_mnk(case, 4)
-    random = torch.Generator().manual_seed(case.seed)
-    a, b = torch.randn(m, k, generator=random), torch.randn(k, n, generator=random)
-    given = with_tensors(case, a=a, b=b)
-    return given.with_(options={**given.options, "path": path})
-
-
-def rank_result(case: Case) -> torch.Tensor:
-    """Return the result of this rank."""
-    return _results(case, 0)["out"]
 
 
 def replicas(subject: AcceleratorSubject) -> None:
@@ -161,7 +245,15 @@ def rank_replicas(case: Case, calls: int) -> list[torch.Tensor]:
 
 CHECKS = (
     Check("determinism", "the same call gives the same bits, whatever ran in between", determinism),
-    Check("chunk-invariance", "every chunk size gives the same bits", chunk_invariance),
-    Check("split-invariance", "every split into nodes gives the same bits", split_invariance),
+    Check(
+        "chunk-invariance",
+        "invariant results: chunks, other rows and their order do not change a row's bits",
+        chunk_invariance,
+    ),
+    Check(
+        "split-invariance",
+        "invariant results: ranks, nodes and paths do not change bits, which are the tree's",
+        split_invariance,
+    ),
     Check("replicas", "all-reduced results are the same bits on every rank", replicas),
 )

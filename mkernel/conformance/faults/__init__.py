@@ -19,6 +19,7 @@ import torch
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.backends.contracts.scaled import dequantised, quantised_rows
+from mkernel.backends.contracts.tree import tree_sum
 from mkernel.conformance.faults import attention, launching
 from mkernel.conformance.faults.altering import (
     Altered,
@@ -35,6 +36,7 @@ from mkernel.conformance.faults.altering import (
 from mkernel.conformance.faults.rows import Plant, Row, checks_by_name, planted
 from mkernel.conformance.grid import GEMMS
 from mkernel.errors import Unsupported
+from mkernel.plan.invariance import segments_of
 from mkernel.plan.model import AttentionShape, DispatchShape, LaunchPlan, MoeShape
 from mkernel.plan.ops import COMPANIONS
 from mkernel.plan.pipeline import Chunking
@@ -240,6 +242,9 @@ def _half_partials_where_wide(ended: Ended) -> None:
         _round_halves(ended, torch.float16)
 
 
+SUMS = ("gemm_reduce_scatter", "gemm_all_reduce")
+
+
 def _sum_from_the_last_rank(ended: Ended) -> None:
     """Add once more, in another order, what the ranks have added."""
     call, out = ended.call, ended.outputs["out"]
@@ -252,6 +257,44 @@ def _sum_from_the_last_rank(ended: Ended) -> None:
     if call.plan.op == "gemm_reduce_scatter":
         total = total[call.rank * len(out) :][: len(out)]
     out.copy_(total)
+
+
+def _add_leaves(
+    add: Callable[[Ended, list[torch.Tensor]], torch.Tensor],
+) -> Callable[[Ended], None]:
+    """Return what adds once more, in its own way, the leaves of an invariant sum over ranks."""
+
+    def again(ended: Ended) -> None:
+        call, out = ended.call, ended.outputs["out"]
+        invariant, world = call.plan.invariant, call.plan.world_size
+        if invariant is None:
+            return
+        a, b = (call.tensors[name].float() for name in "ab")
+        partial = getattr(torch, invariant.partial_dtype or "float32")
+        parts = segments_of(invariant.segments // world, len(b))
+        own = torch.stack([(a[:, one:end] @ b[one:end]).to(partial) for one, end in parts])
+        found = [torch.empty_like(own) for _ in range(world)]
+        torch.distributed.all_gather(found, own, group=call.group)
+        total = add(ended, list(torch.cat(found)))
+        if call.plan.op == "gemm_reduce_scatter":
+            total = total[call.rank * len(out) :][: len(out)]
+        out.copy_(total)
+
+    return again
+
+
+def _in_float64(ended: Ended, leaves: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(leaves).double().sum(0)
+
+
+def _turned_by_rank(ended: Ended, leaves: list[torch.Tensor]) -> torch.Tensor:
+    rank = ended.call.rank
+    return tree_sum(leaves[rank:] + leaves[:rank])
+
+
+def _few_in_float64(ended: Ended, leaves: list[torch.Tensor]) -> torch.Tensor:
+    few = ended.call.plan.gemm.m < 32
+    return _in_float64(ended, leaves) if few else tree_sum(leaves)
 
 
 def _take_ranks_modulo_8(ended: Ended) -> None:
@@ -323,8 +366,7 @@ def _third_call(ended: Ended) -> bool:
 
 
 def _in_odd_chunks(ended: Ended) -> bool:
-    chunking = _chunking(ended)
-    return chunking is not None and chunking.tiles_per_chunk % 2 == 1
+    return bool(getattr(ended.call.plan.schedule, "rows_per_chunk", 0) % 2)
 
 
 # ---- order and memory ----------------------------------------------------------------------------
@@ -666,17 +708,21 @@ TABLE: tuple[Row, ...] = (
             "The last bit of one element differs in every third call of a plan.", "determinism",
             results(_nudge, when=_third_call)),
     planted(Altered, "DependsOnChunk", "Odd chunks give another last bit.", "chunk-invariance",
-            results(_nudge, when=_in_odd_chunks), wraps="ascend"),
+            results(_nudge, when=_in_odd_chunks)),
     planted(Altered, "DependsOnSplit", "A world of several nodes gives another last bit.",
-            "split-invariance", results(_nudge, when=lambda ended: ended.call.plan.nodes > 1),
-            wraps="ascend"),
+            "split-invariance", results(_nudge, when=lambda ended: ended.call.plan.nodes > 1)),
+    planted(Altered, "SumsSegmentsInFloat64", "Adds an invariant sum's segments in float64.",
+            "split-invariance", ended(_add_leaves(_in_float64)), ops=SUMS),
+    planted(Altered, "TurnsTreeByRank", "A rank's tree begins with its own segments.",
+            "split-invariance", ended(_add_leaves(_turned_by_rank)), ops=SUMS),
+    planted(Altered, "SplitsByRows", "An invariant sum of few rows is added in another way.",
+            "chunk-invariance", ended(_add_leaves(_few_in_float64)), ops=SUMS),
     planted(Altered, "RanksDiffer", "One rank's copy of a result has another last bit.",
             "replicas", results(_nudge, when=lambda ended: ended.call.rank == 1)),
     planted(Altered, "SwapsRanks", "Rows of ranks 0 and 1 change places.", "rank-order",
             ended(_swap_ranks)),
     planted(Altered, "SumsFromTheLastRank", "Adds partial sums from the last rank to the first.",
-            "sum-order", ended(_sum_from_the_last_rank),
-            ops=("gemm_reduce_scatter", "gemm_all_reduce")),
+            "sum-order", ended(_sum_from_the_last_rank), ops=SUMS),
     planted(Altered, "ReversesRows", "A rank's scattered rows come out backwards.", "rank-order",
             results(lambda tensor: tensor.copy_(tensor.flip(0))), ops=("gemm_reduce_scatter",)),
     planted(Altered, "GathersByArrival",
