@@ -14,6 +14,7 @@ from mkernel.backends.accelerators.ascend.schedule import (
     GemmSchedule,
     ProductSchedule,
     ReduceSchedule,
+    steps_of,
 )
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.plan.model import LaunchPlan
@@ -28,10 +29,17 @@ class GemmOp:
     """All three ops. Those that reduce share their compute kernel and their kernels' arguments."""
 
     def geometry(self, plan: LaunchPlan) -> _Geometry:
-        """Return the kernels' geometry. ValueError for tiles that the on-chip buffers cannot hold."""
+        """Return the kernels' geometry. ValueError for tiles that the on-chip buffers cannot hold,
+        and for steps and roundings that invariant results do not have."""
         how: ProductSchedule = plan.part(GemmSchedule if _gathers(plan) else ReduceSchedule)
         shape, chunking, world = plan.gemm, how.chunking, plan.world_size
         cut = chunking.model_dump(exclude={"chunks_per_rank"})
+        promise, steps = plan.invariant, steps_of(plan)
+        if steps not in (None, (chunking.tile_k, chunking.step_k)):
+            raise ValueError(
+                f"tile_k, step_k = {chunking.tile_k}, {chunking.step_k}, but invariant results of "
+                f"{plan.op} in {plan.dtype} have {steps[0]}, {steps[1]}"
+            )
         geometry: _Geometry
         if not isinstance(how, ReduceSchedule):
             geometry = native().AgGemmGeometry(
@@ -43,6 +51,8 @@ class GemmOp:
                 **cut,
             )
         else:
+            if promise is not None and promise.partial_dtype != how.partial_dtype:
+                raise ValueError(f"partial_dtype = {how.partial_dtype}, but the plan has {promise}")
             geometry = native().GemmReduceGeometry(
                 world=world,
                 m=shape.m,
@@ -52,6 +62,7 @@ class GemmOp:
                 out_dtype=plan.out_dtype,
                 partial_dtype=how.partial_dtype,
                 band=how.band,
+                segments=promise.segments if promise else 0,
                 replicated=plan.op == "gemm_all_reduce",
                 **cut,
             )

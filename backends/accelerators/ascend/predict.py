@@ -45,6 +45,8 @@ class Tiles(NamedTuple):
     stored: DtypeName
     same_rows: float = 1.0
     same_columns: float = 1.0
+    leaves: int = 1
+    """Results that one tile stores, of as many segments of K."""
 
     @property
     def waves(self) -> int:
@@ -54,7 +56,7 @@ class Tiles(NamedTuple):
     @property
     def stored_bytes(self) -> int:
         """The bytes that one tile stores."""
-        return self.tiling.tile_m * self.tiling.tile_n * DTYPE_BYTES[self.stored]
+        return self.leaves * self.tiling.tile_m * self.tiling.tile_n * DTYPE_BYTES[self.stored]
 
     @property
     def loaded_bytes(self) -> float:
@@ -78,13 +80,13 @@ def tile_us(tiles: Tiles, machine: Machine, tflops: float, other_bytes: float = 
     per tile beside the tile's own."""
     t, cube = tiles.tiling, machine.cube
     busy = min(tiles.cores, tiles.number)
-    steps = -(-tiles.k // t.step_k)
+    steps = tiles.leaves * -(-tiles.k // tiles.leaves // t.step_k)
     products = (
         2.0 * t.tile_m * t.tile_n * tiles.k / (tflops * 1e6)
         + steps * cube.startup_cycles / machine.clock_ghz / 1e3
     )
     latency = machine.pipes.memory_latency_ns / 1e3
-    store = tiles.stored_bytes / machine.pipes.fix_gbs / 1e3 + latency
+    store = tiles.stored_bytes / machine.pipes.fix_gbs / 1e3 + tiles.leaves * latency
     if 2 * t.tile_m * t.tile_n * 4 > L0C:  # one output tile in L0C: products wait for its store
         products += store
     share = min(machine.pipes.mte2_gbs, machine.chip.l2_gbs / busy)
@@ -96,7 +98,7 @@ def tile_us(tiles: Tiles, machine: Machine, tflops: float, other_bytes: float = 
 def product_us(tiles: Tiles, machine: Machine, tflops: float, other_bytes: float = 0.0) -> float:
     """Return the time of all tiles of a rank, from the first load to the last store."""
     latency = machine.pipes.memory_latency_ns / 1e3
-    store = tiles.stored_bytes / machine.pipes.fix_gbs / 1e3
+    store = tiles.stored_bytes / tiles.leaves / machine.pipes.fix_gbs / 1e3
     return tiles.waves * tile_us(tiles, machine, tflops, other_bytes) + 2 * latency + store
 
 
@@ -114,6 +116,9 @@ def reduced(
     T_m = (M/W·N·s of the partials, and of the results if all ranks get them) to each peer.
     pipelined = max(T_c + tail, first wave + T_m + tail): the tail is the remaining path of the last
     wave's tiles, to their owner, through the sum, and to the other ranks.
+
+    Where a rank has several leaves of invariant sums, cube cores store each of them, and vector
+    cores add them up before they send: T_c is then at least the time of all additions.
     """
     shape, cut, world = plan.gemm, pipeline.chunking, plan.world_size
     assert cut is not None, "GEMM ops are cut in tiles"
@@ -126,19 +131,17 @@ def reduced(
     at_once = band * world
     again = cores % at_once == 0 and (world == 1 or band % cut.tiles_per_chunk == 0)
     same_rows = max(1.0, columns * at_once / cores) if again else 1.0
-    stored = plan.out_dtype if world == 1 else partial_dtype
-    tiles = Tiles(count, cores, cut, shape.k, plan.dtype, stored, same_rows)
+    tree = plan.invariant is not None
+    leaves = max(1, plan.invariant.segments // world) if plan.invariant else 1
+    stored = plan.out_dtype if world * leaves == 1 else partial_dtype
+    tiles = Tiles(count, cores, cut, shape.k, plan.dtype, stored, same_rows, leaves=leaves)
     rate = constants.tflops_per_core(plan.dtype)
     compute = product_us(tiles, machine, rate)
-    if world == 1:
+    if world * leaves == 1:
         return prediction(compute, 0.0, compute, constants.launch_us, constants)
 
     part, result = DTYPE_BYTES[partial_dtype], DTYPE_BYTES[plan.out_dtype]
     elements = shape.m * shape.n
-    payload = sum(
-        payloads(plan.op, shape, plan.dtype, world, partials=partial_dtype, results=plan.out_dtype)
-    )
-    sent = messages_us(payload, links, pipeline, constants)
 
     others = (world - 1) / world
     moved = elements * (2 * others * part + part)  # read, written by peers, added up
@@ -146,30 +149,45 @@ def reduced(
         elements / world * result * (3 if everywhere else 1)
         + 2 * others * elements * result * everywhere
     )
+    if leaves > 1:
+        moved += elements * part * (leaves + others)
     busy = product_us(tiles, machine, rate, moved / count)
 
     latency, signal = constants.p2p_latency_us, constants.signal_us
     tile = cut.tile_m * cut.tile_n
     a_peer = -(-min(cores, count) // world)  # tiles of a wave
     link = min(constants.p2p_gbs, constants.comm_block_gbs) * 1e3
-    add = _sum_us(tile, part, world, machine)
+    add = _sum_us(tile, part, world + leaves - 1, machine, tree)
+    first = tile_us(tiles, machine, rate, moved / count)
+    if leaves > 1:
+        before = _sum_us(tile, part, leaves, machine, tree)
+        busy = max(busy, first + count * (add / world + before * others) / pipeline.comm_blocks)
+        add += before * (world > 1)
+    if world == 1:
+        return prediction(compute, add, busy + add, constants.launch_us, constants)
+    payload = sum(
+        payloads(plan.op, shape, plan.dtype, world, partials=partial_dtype, results=plan.out_dtype)
+    )
+    sent = messages_us(payload, links, pipeline, constants)
     tail = a_peer * tile * part / link + latency + signal + add
     spread_tail = (a_peer * tile * result / link + 2 * latency + signal) if everywhere else 0.0
     alone = sent + add + latency + signal + (2 * latency + signal) * everywhere
-    first = tile_us(tiles, machine, rate, moved / count)
     pipelined = max(busy + tail + spread_tail, first + alone)
     return prediction(
         compute, alone, min(pipelined, compute + alone), constants.launch_us, constants
     )
 
 
-def _sum_us(tile: int, size: int, world: int, machine: Machine) -> float:
+def _sum_us(tile: int, size: int, terms: int, machine: Machine, tree: bool) -> float:
     """Return the time to load and add a tile's partials on one vector core; the last loads add a
-    latency."""
+    latency. A tree rounds each sum, and widens what is rounded; in float32 it copies half of the
+    partials."""
     vector = machine.vector.bytes_per_cycle * machine.clock_ghz * 1e3
-    passes = (2 * world + 1) if size == 2 else world
+    passes = (2 * terms + 1) if size == 2 else terms
+    if tree:
+        passes += 2 * (terms - 1) if size == 2 else terms // 2
     work = passes * tile * 4 / vector
-    loads = world * tile * size / machine.pipes.mte2_gbs / 1e3
+    loads = terms * tile * size / machine.pipes.mte2_gbs / 1e3
     return max(work, loads) + 3 * machine.pipes.memory_latency_ns / 1e3
 
 

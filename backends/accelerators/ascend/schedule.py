@@ -29,6 +29,7 @@ from mkernel.plan.model import (
     DTYPE_BYTES,
     AttentionShape,
     CombineShape,
+    CommonPart,
     DispatchShape,
     DtypeName,
     KeysTravel,
@@ -56,6 +57,10 @@ GATHER_TILE = GemmTile(depth_bytes=256)
 REDUCE_TILE = GemmTile(depth_bytes=128)
 """A tile that is narrow along K, so that L1 has three or four stages of loads, and room for the
 columns of B, or the rows of A, that it keeps."""
+LEAVES_TILE = REDUCE_TILE.model_copy(update={"columns": 128})
+"""The tile of invariant sums in which a rank has several leaves. L0C holds two, so that one is stored
+while the next is multiplied. Its K steps are those of ``REDUCE_TILE``: all invariant sums have the
+same, whatever their rows and ranks."""
 SHORT_TILE, SHORT_K_BYTES = GemmTile(columns=128, depth_bytes=256, step_bytes=256), 3 << 10
 """The tile of GEMM+ReduceScatter for products of so short a K that L1 keeps all of A's rows, and
 the bytes of the longest such K. L0C holds two such tiles, so that one is stored while the next is
@@ -82,7 +87,8 @@ class ReduceSchedule(ProductSchedule):
     """The schedule of GEMM+ReduceScatter and GEMM+AllReduce.
 
     Results of single ranks travel in ``partial_dtype``: float32, or the output's dtype, to which
-    each is then rounded once before they are added. Output tiles are numbered in bands of ``band``
+    each is then rounded once before they are added; those of invariant sums in the dtype of these.
+    Output tiles are numbered in bands of ``band``
     groups of ``tile_m`` rows, within a band column by column (``kernels/gemm_reduce/args.hpp``)."""
 
     kind: Literal["ascend.gemm_reduce"] = "ascend.gemm_reduce"
@@ -238,9 +244,23 @@ def _gemm(request: ScheduleRequest) -> Scheduled:
     return _reduce(request, how)
 
 
-def _tile(usual: GemmTile, how: AscendSettings, dtype: DtypeName) -> GemmTile:
+def steps_of(plan: CommonPart) -> tuple[int, int] | None:
+    """Return ``tile_k`` and ``step_k`` of invariant results, which are the same in every plan of an
+    op and a dtype; None if the plan promises none."""
+    if plan.invariant is None:
+        return None
+    usual = GATHER_TILE if plan.op == "all_gather_gemm" else REDUCE_TILE
+    cut = tiling(plan.dtype, usual)
+    return cut.tile_k, cut.step_k
+
+
+def _tile(usual: GemmTile, how: AscendSettings, plan: CommonPart) -> GemmTile:
     """Return the usual tile, changed by the settings. ArgumentError, which names the settings: the
-    buffers of a cube core do not hold the tile."""
+    buffers of a cube core do not hold the tile, or it has other K steps than invariant results."""
+    dtype = plan.dtype
+    if plan.invariant is not None and how.tile_k is not None:
+        legal = "None: invariant results have the same K steps in every plan"
+        raise ArgumentError(variable(("tile_k",), _PREFIX), how.tile_k, legal)
     depth = usual.depth_bytes if how.tile_k is None else how.tile_k * DTYPE_BYTES[dtype]
     step = next(step for step in range(usual.step_bytes, 0, -1) if depth % step == 0)
     tile = GemmTile(
@@ -272,7 +292,7 @@ def _gather(request: ScheduleRequest, how: AscendSettings) -> Scheduled:
     signals."""
     plan, constants = request.plan, request.constants
     world = plan.world_size
-    tile = _tile(GATHER_TILE, how, plan.dtype)
+    tile = _tile(GATHER_TILE, how, plan)
     found = by_tiles(request, tile=tile)
     pipeline, alternatives = found.pipeline, tuple[Alternative, ...]()
     if request.measured is None and constants is not None:
@@ -322,7 +342,8 @@ def _reduce(request: ScheduleRequest, how: AscendSettings) -> Scheduled:
     continues with the same rows. All vector cores communicate.
 
     Partial results travel in the output's dtype if that is predicted to be faster, and sums are
-    large enough that the error stays within one rounding's (``LEAST_FUSED_SUMS``)."""
+    large enough that the error stays within one rounding's (``LEAST_FUSED_SUMS``). Invariant sums
+    decide neither that nor K steps by the call."""
     plan, claims = request.plan, request.capabilities
     shape, world = plan.gemm, plan.world_size
     everywhere = plan.op == "gemm_all_reduce"
@@ -335,10 +356,11 @@ def _reduce(request: ScheduleRequest, how: AscendSettings) -> Scheduled:
     def groups(tile: GemmTile) -> int:
         return -(-(shape.m if everywhere else shape.m // world) // tile.rows)
 
-    tile = _tile(REDUCE_TILE, how, plan.dtype)
+    several = plan.invariant is not None and plan.invariant.segments > world
+    tile = _tile(LEAVES_TILE if several else REDUCE_TILE, how, plan)
     band = _band(cube, world, groups(tile))
     short = shape.k * DTYPE_BYTES[plan.dtype] <= SHORT_K_BYTES and not (everywhere and world > 1)
-    asked = how.tile_m or how.tile_n or how.tile_k
+    asked = how.tile_m or how.tile_n or how.tile_k or plan.invariant
     if short and not asked and owned(SHORT_TILE) <= band * how.most_chunks:
         tile = SHORT_TILE
     whole = replace(
@@ -348,7 +370,9 @@ def _reduce(request: ScheduleRequest, how: AscendSettings) -> Scheduled:
     )
     found = by_tiles(whole, tile=tile)
     kinds: list[DtypeName] = [plan.out_dtype]
-    if plan.out_dtype != "float32":
+    if plan.invariant is not None:
+        kinds = [plan.invariant.partial_dtype or plan.out_dtype]
+    elif plan.out_dtype != "float32":
         small = shape.m * shape.n < LEAST_FUSED_SUMS * world
         kinds.insert(0 if small else 1, "float32")
         if small:

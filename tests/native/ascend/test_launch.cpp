@@ -76,7 +76,8 @@ constexpr ag_gemm::Geometry geometry(std::uint32_t world) {
             .dtype = isa::DType::float32};
 }
 
-constexpr gemm_reduce::Geometry reduce_geometry(std::uint32_t world, bool replicated) {
+constexpr gemm_reduce::Geometry reduce_geometry(std::uint32_t world, bool replicated,
+                                                std::uint32_t segments = 0) {
     return {.world = world,
             .m = replicated ? 131 : 71 * world,
             .n = 100,
@@ -88,7 +89,8 @@ constexpr gemm_reduce::Geometry reduce_geometry(std::uint32_t world, bool replic
             .tiles_per_chunk = 2,
             .replicated = replicated,
             .dtype = isa::DType::float32,
-            .band = 2};
+            .band = 2,
+            .segments = segments};
 }
 
 void geometry_covers_a_slot_once() {
@@ -149,11 +151,13 @@ int main() {
         test::all_views(World<AllGather>({geometry(ranks)}));
         for (const bool replicated : {false, true}) {
             test::all_views(World<Reduce>({reduce_geometry(ranks, replicated)}));
+            test::all_views(World<Reduce>({reduce_geometry(ranks, replicated, 4)}));
         }
     }
     every_wait_is_needed("AllGather", AllGather{geometry(3)});
     for (const bool replicated : {false, true}) {
         every_wait_is_needed("Reduce", Reduce{reduce_geometry(3, replicated)});
+        every_wait_is_needed("Reduce", Reduce{reduce_geometry(2, replicated, 8)});
     }
     test::run_all_but_one(World<AllGather>({geometry(3)}));
     for (const bool replicated : {false, true}) {

@@ -435,7 +435,7 @@ void every_sync_is_needed(const char* name, std::uint32_t world, std::uint32_t n
 class Reduce : public test::DryRank {
   public:
     Reduce(std::uint32_t world, std::uint32_t near, bool replicated, DType partial_dtype,
-           std::uint32_t k)
+           std::uint32_t k, std::uint32_t segments = 0)
         : DryRank(0, world, near) {
         args_.geometry = {.world = world,
                           .m = replicated ? 200 : 70 * world,
@@ -449,7 +449,8 @@ class Reduce : public test::DryRank {
                           .replicated = replicated,
                           .out_dtype = DType::float16,
                           .partial_dtype = partial_dtype,
-                          .band = 2};
+                          .band = 2,
+                          .segments = segments};
         const gemm_reduce::Geometry& g = args_.geometry;
         args_.a = view(1, g.m, g.k, g.dtype);
         args_.b = view(2, g.k, g.n, g.dtype);
@@ -470,10 +471,13 @@ class Reduce : public test::DryRank {
 };
 
 void every_sync_of_sums_is_needed() {
+    struct Shared {
+        std::uint32_t world, near, segments;
+    };
     for (const bool replicated : {false, true}) {
         for (const auto partial : {DType::float16, DType::float32}) {
-            for (const std::uint32_t near : {3u, 2u}) {
-                Reduce kernels(near + (near == 2 ? 2 : 0), near, replicated, partial, 200);
+            for (const Shared& of : {Shared{3, 3, 0}, {4, 2, 0}, {1, 1, 4}, {4, 2, 4}, {2, 2, 8}}) {
+                Reduce kernels(of.world, of.near, replicated, partial, 200, of.segments);
                 for (const auto role : {Role::comm, Role::cube}) {
                     const test::Mutations found = test::every_sync_is_needed(
                         replicated ? "AllReduce" : "ReduceScatter", kernels, role);

@@ -45,6 +45,8 @@ class Kernels {
     virtual bool arrived(sim::Core& core) const = 0;
 
     [[nodiscard]] virtual std::uint32_t world() const = 0;
+    // Returns true where the comm kernel has work.
+    [[nodiscard]] virtual bool communicates() const { return world() > 1; }
     // Return the words of a signal pad, and the bytes of each part of the memory (kernels/call.hpp).
     [[nodiscard]] virtual std::uint64_t words() const = 0;
     [[nodiscard]] virtual std::uint64_t inbox_bytes() const = 0;

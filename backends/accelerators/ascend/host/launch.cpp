@@ -60,7 +60,7 @@ Launch::Launch(Call call) : call_(std::move(call)) {
     environment_.strict = call_.strict;
 
     const Blocks& blocks = call_.blocks;
-    const bool communicates = kernels.world() > 1 && call_.view != View::compute_only;
+    const bool communicates = kernels.communicates() && call_.view != View::compute_only;
     if (communicates) {
         comm_.parts.push_back({sim::Role::comm, blocks.comm, 0, &Kernels::comm, {}});
     }

@@ -3,7 +3,8 @@
 // Between `open` and `close`, any number of tiles, all of the same K.
 //   1. For each K tile, ascending: load A and B into one stage of L1.
 //   2. For each step_k of it: extract A and B into one half of L0A and L0B, multiply into L0C.
-//   3. After the last K tile, store L0C to `out`, converting to its dtype.
+//   3. After the last K tile, store L0C to `out`, converting to its dtype. Where K has segments, do so after
+//      the last K tile of each, with a result of its own for each.
 // An output may be several row blocks of tile_m (`blocks`; two at most, as L0C has halves): they share
 // each load of B.
 // Tiles of the same rows of A, one after another, load the first K tiles of A once (`same_rows`): they
@@ -21,6 +22,13 @@
 #include "backends/accelerators/ascend/kernels/call.hpp"
 
 namespace mkernel::ascend::gemm {
+
+// Equal parts of K, whose products are separate results of one shape: each lies `stride` bytes after the
+// one before. No K tile is of two segments.
+struct Segments {
+    std::uint32_t number = 1;
+    std::uint64_t stride = 0;
+};
 
 template <class Core>
 class Product {
@@ -66,24 +74,26 @@ class Product {
             flush();
             loaded_ = 0;
         }
-        return tile(out, b, 0, 0, a, [](std::uint32_t) {});
+        return tile(out, b, {}, 0, 0, a, [](std::uint32_t) {});
     }
 
     // Does the same where all of A [out.rows, k] is at hand.
     void tile(const isa::GlobalView& out, const isa::GlobalView& b, const isa::GlobalView& a) {
-        tile(out, b, k_tiles_of(a));
+        tile(out, b, k_tiles_of(a, {}));
     }
 
-    // Does the same where A lies in memory that nobody writes while the kernel runs. `issued(k_tile)` is
-    // called after each K tile's instructions, while the pipes are at work on them.
+    // Does the same where A lies in memory that nobody writes while the kernel runs; `out` is the first
+    // segment's. `issued(k_tile)` is called after each K tile's instructions, while the pipes are at work on
+    // them.
     template <class Issued>
     void same_rows(const isa::GlobalView& out, const isa::GlobalView& b, const isa::GlobalView& a,
-                   const Issued& issued) {
-        const std::uint32_t kept = keeps(divide_up(b.rows, t_.tile_k));
+                   const Issued& issued, const Segments& segments = {}) {
+        const std::uint32_t kept =
+            keeps(segments.number * divide_up(b.rows / segments.number, t_.tile_k));
         if (a.base != kept_ || a.rows != kept_lines_) loaded_ = 0;
         kept_ = a.base;
         kept_lines_ = a.rows;
-        tile(out, b, kept, loaded_, k_tiles_of(a), issued);
+        tile(out, b, segments, kept, loaded_, k_tiles_of(a, segments), issued);
         loaded_ = kept;
     }
 
@@ -97,7 +107,7 @@ class Product {
         if (b.base != kept_ || b.cols != kept_lines_) loaded_ = 0;
         kept_ = b.base;
         kept_lines_ = b.cols;
-        if (!tile(out, b, kept, loaded_, a, [](std::uint32_t) {})) return false;
+        if (!tile(out, b, {}, kept, loaded_, a, [](std::uint32_t) {})) return false;
         loaded_ = kept;
         return true;
     }
@@ -115,22 +125,29 @@ class Product {
     static constexpr std::uint32_t kMostStages = 4, kMostKept = 128;
     static constexpr std::uint32_t kFlush = kMostStages;  // event
 
-    [[nodiscard]] auto k_tiles_of(const isa::GlobalView& a) const {
-        return [this, a](std::uint32_t k_tile) {
-            const std::uint32_t from = k_tile * t_.tile_k;
-            return a.sub(0, from, a.rows, part_of(a.cols, from, t_.tile_k));
+    // Returns where a K tile begins in `k` of so many segments.
+    [[nodiscard]] std::uint32_t start_of(std::uint32_t k_tile, std::uint32_t k,
+                                         std::uint32_t segments) const {
+        const std::uint32_t depth = k / segments, each = divide_up(depth, t_.tile_k);
+        return k_tile / each * depth + k_tile % each * t_.tile_k;
+    }
+    [[nodiscard]] auto k_tiles_of(const isa::GlobalView& a, const Segments& segments) const {
+        return [this, a, number = segments.number](std::uint32_t k_tile) {
+            const std::uint32_t depth = a.cols / number, from = start_of(k_tile, a.cols, number);
+            return a.sub(0, from, a.rows, part_of(depth, from % depth, t_.tile_k));
         };
     }
 
     // `kept`: K tiles of A (or B), from the first on, that have a place of their own in L1, of which
     // `loaded` hold this one already.
     template <class SourceOfA, class Issued>
-    bool tile(const isa::GlobalView& out, const isa::GlobalView& b, std::uint32_t kept,
-              std::uint32_t loaded, const SourceOfA& a, const Issued& issued) {
-        const std::uint32_t k_tiles = divide_up(b.rows, t_.tile_k),
-                            last = (out.rows - 1) / t_.tile_m;  // row block
-        core_.wait_flag(Pipe::FIX, Pipe::M, out_half_);
-        for (std::uint32_t k_tile = 0; k_tile < k_tiles; ++k_tile) {
+    bool tile(isa::GlobalView out, const isa::GlobalView& b, const Segments& segments,
+              std::uint32_t kept, std::uint32_t loaded, const SourceOfA& a, const Issued& issued) {
+        const std::uint32_t each = divide_up(b.rows / segments.number, t_.tile_k),  // K tiles
+            last = (out.rows - 1) / t_.tile_m;                                      // row block
+        for (std::uint32_t k_tile = 0; k_tile < segments.number * each; ++k_tile) {
+            const bool first = k_tile % each == 0, final = (k_tile + 1) % each == 0;
+            if (first) core_.wait_flag(Pipe::FIX, Pipe::M, out_half_);
             const isa::GlobalView source = a(k_tile);
             if (source.base == nullptr) return false;
             const bool keeps = k_tile < kept, here = k_tile < loaded;
@@ -144,7 +161,8 @@ class Product {
                 });
             }
             if (!columns_ || !here) {
-                core_.tload(l1b, b.sub(std::int64_t{k_tile} * t_.tile_k, 0, source.cols, b.cols));
+                core_.tload(l1b, b.sub(start_of(k_tile, b.rows, segments.number), 0, source.cols,
+                                       b.cols));
             }
             core_.set_flag(Pipe::MTE2, Pipe::MTE1, stage_);
             core_.wait_flag(Pipe::MTE2, Pipe::MTE1, stage_);
@@ -152,22 +170,24 @@ class Product {
                 const std::uint32_t half = (out_half_ + block) % halves_;
                 const Tile sum = l0_c(half, rows, out.cols),
                            l1a = l1_a(keeps && !columns_, k_tile, block, rows, source.cols);
-                if (k_tile == 0 && block > 0) core_.wait_flag(Pipe::FIX, Pipe::M, half);
+                if (first && block > 0) core_.wait_flag(Pipe::FIX, Pipe::M, half);
                 for (std::uint32_t at = 0; at < source.cols; at += t_.step_k) {
-                    multiply_step(sum, l1a, l1b, at, k_tile == 0 && at == 0);
+                    multiply_step(sum, l1a, l1b, at, first && at == 0);
                 }
                 // Stored while the next block is at work; the last one's store comes below.
-                if (k_tile + 1 == k_tiles && block < last) store(out, block, half);
+                if (final && block < last) store(out, block, half);
             });
             core_.set_flag(Pipe::MTE1, Pipe::MTE2, stage_);
             stage_ = (stage_ + 1) % stages_;
             ++steps_;
             if (keeps) read_[k_tile] = steps_;
             issued(k_tile);
+            if (!final) continue;
+            store(out, last, (out_half_ + last) % halves_);
+            stored_ = steps_;
+            out_half_ = (out_half_ + last + 1) % halves_;
+            out.base += segments.stride;
         }
-        store(out, last, (out_half_ + last) % halves_);
-        stored_ = steps_;
-        out_half_ = (out_half_ + last + 1) % halves_;
         return true;
     }
 

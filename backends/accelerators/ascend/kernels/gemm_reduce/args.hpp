@@ -1,6 +1,11 @@
 // GEMM+ReduceScatter and GEMM+AllReduce: the arguments of their kernels, and the geometry that they must
 // agree on. Both sum W partial products, each at the tile's *owner*.
 //
+// Invariant sums (`segments`): K of all ranks has so many equal segments, of which a rank has as many as
+// every other, its *leaves*. Each segment's product is rounded to `partial_dtype`, and a binary tree adds
+// neighbours, whole segments of a rank first, rounding each sum to `partial_dtype`: so bits do not depend on
+// where ranks begin. A rank's partial is the root of its leaves.
+//
 // Output tiles are tile_m x tile_n, numbered band by band of `band` row groups, within a band column by
 // column: the tiles of a column of a band are computed at the same time, and a cube core whose next tile
 // is of the next column keeps its rows of A (gemm/product.hpp). ReduceScatter: each rank owns the
@@ -18,11 +23,12 @@
 //           same call, that is after all calls of that rank before.
 //   outbox  a slot for each rank: what this rank computed for that owner. AllReduce: then one for the
 //           own finished tiles, for ranks of other nodes.
+//   scratch  where vector cores add up leaves, for each leaf a slot for each rank.
 //
 // Words:
 //   arrived(s, c)   remote: +1 by rank s when its part of the own chunk c is in the inbox
 //   summed(t)       remote, AllReduce: +1 by its owner when the result of tile t is there, or here
-//   computed(o, c)  local: +1 for each tile of owner o's chunk c in the outbox
+//   computed(o, c)  local: +1 for each tile of owner o's chunk c in the outbox, or all leaves of it
 //   finished        local: +1 by each communication block; in the view without communication by each
 //                   block of the compute kernel (release.hpp)
 #pragma once
@@ -36,15 +42,32 @@ struct Area {
     std::uint32_t row = 0, column = 0, rows = 0, columns = 0;
 };
 
+inline constexpr std::uint32_t kMostSegments = 1024;
+
 struct Geometry {
     std::uint32_t world = 1;
     std::uint32_t m = 0, n = 0, k = 0;  // k: of one rank
     std::uint32_t tile_m = 0, tile_n = 0, tile_k = 0, step_k = 0, tiles_per_chunk = 1;
     bool replicated = false;
     isa::DType dtype = isa::DType::float16, out_dtype = isa::DType::float32;
-    isa::DType partial_dtype = isa::DType::float32;  // or out_dtype
+    isa::DType partial_dtype = isa::DType::float32;  // or out_dtype; of invariant sums any
     std::uint32_t band = 1;                          // row groups
+    std::uint32_t segments = 0;  // of K of all ranks; 0: ranks' partials are added in rank order
 
+    // Returns how many results of each rank a tile's sum has.
+    [[nodiscard]] constexpr std::uint32_t leaves() const {
+        return segments > world ? segments / world : 1;
+    }
+    // Returns true where a rank's products are sums as they are.
+    [[nodiscard]] constexpr bool complete() const {
+        return world == 1 && leaves() == 1 &&
+               (segments == 0 || partial_dtype == isa::DType::float32 ||
+                partial_dtype == out_dtype);
+    }
+    // Returns true where vector cores add up leaves, which then lie in the scratch.
+    [[nodiscard]] constexpr bool adds_leaves() const {
+        return leaves() > 1 || (world == 1 && !complete());
+    }
     [[nodiscard]] constexpr Tiling tiling() const { return {tile_m, tile_n, tile_k, step_k}; }
     // A grid of tiles: one an owner, or one for all.
     [[nodiscard]] constexpr std::uint32_t grid_rows() const { return replicated ? m : m / world; }
@@ -143,7 +166,11 @@ struct Geometry {
     [[nodiscard]] constexpr std::uint64_t outbox_bytes() const {
         return world == 1 ? 0 : outbox(world + (replicated ? 1 : 0));
     }
-    [[nodiscard]] constexpr std::uint64_t scratch_bytes() const { return 0; }
+    [[nodiscard]] constexpr std::uint64_t scratch_bytes() const {
+        return adds_leaves() ? leaves() * leaf_stride() : 0;
+    }
+    // Returns the bytes from a leaf's partials, which lie as those of the outbox do, to the next one's.
+    [[nodiscard]] constexpr std::uint64_t leaf_stride() const { return outbox(world); }
 
     [[nodiscard]] constexpr Remote arrived(std::uint32_t source, std::uint32_t chunk) const {
         return {source * chunks() + chunk};

@@ -5,6 +5,7 @@
 //   own a @ own b → tiles in the outbox, round by round: one chunk of every owner
 //   outbox → inbox of the tile's owner, as soon as a chunk is computed (TPUT or NIC)
 //   inbox, and the own part in the outbox → sum in rank order, in float32 → rounded once → out
+// Invariant sums: leaves in the scratch → their root → outbox, and the own ones → the sum
 // AllReduce (`replicated`) goes on:
 //   the same sum → own inbox; each rank of the node is notified, and gets it from there (TGET) → its out
 //   the same sum → outbox → inbox of ranks of other nodes (NIC) → their out
@@ -40,7 +41,7 @@ class Comm {
             if (round >= 1 && round <= chunks && !sum(round - 1)) return false;
             if (g_.replicated && round >= 2 && !gather(round - 2)) return false;
         }
-        return release(core_, args_, g_.world, g_.finished());
+        return g_.world == 1 || release(core_, args_, g_.world, g_.finished());
     }
 
   private:

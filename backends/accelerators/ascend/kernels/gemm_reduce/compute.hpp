@@ -9,6 +9,7 @@
 //      waits until the ranks of other nodes have released epoch - 2, whose outbox the NIC has read by
 //      then. It waits for nothing else.
 //   3. In a world of one rank it goes straight to the output, converted to its dtype.
+//   4. Leaves that vector cores add up go to the scratch instead.
 #pragma once
 
 #include "backends/accelerators/ascend/isa/launch.hpp"
@@ -39,7 +40,7 @@ class Compute {
                 for (std::uint32_t tile = g_.chunk_begin(owner, chunk);
                      tile < g_.chunk_end(owner, chunk); ++tile, ++number) {
                     if (number % core_.count() != core_.index()) continue;
-                    if (!released_.wait_outbox()) return false;
+                    if (!g_.adds_leaves() && !released_.wait_outbox()) return false;
                     compute(owner, chunk, tile);
                 }
             }
@@ -55,23 +56,27 @@ class Compute {
   private:
     void compute(std::uint32_t owner, std::uint32_t chunk, std::uint32_t tile) {
         const Area at = g_.area(owner, tile);
-        const isa::GlobalView to =
-            g_.world == 1 ? args_.output(tile)
-                          : args_.partial(args_.outbox + g_.outbox(owner), owner, tile);
-        product_.same_rows(to, args_.b.sub(0, at.column, g_.k, at.columns),
-                           args_.a.sub(at.row, 0, at.rows, g_.k), [&](std::uint32_t k_tile) {
-                               // FIX is through with the previous tile once these multiply.
-                               if (k_tile + 1 == told_behind()) tell();
-                           });
-        if (g_.world == 1) return;
+        std::byte* const area = g_.adds_leaves() ? args_.scratch : args_.outbox;
+        const isa::GlobalView to = g_.complete()
+                                       ? args_.output(tile)
+                                       : args_.partial(area + g_.outbox(owner), owner, tile);
+        product_.same_rows(
+            to, args_.b.sub(0, at.column, g_.k, at.columns),
+            args_.a.sub(at.row, 0, at.rows, g_.k),
+            [&](std::uint32_t k_tile) {
+                // FIX is through with the previous tile once these multiply.
+                if (k_tile + 1 == told_behind()) tell();
+            },
+            {g_.leaves(), g_.leaf_stride()});
+        if (g_.complete()) return;
         stored_ = true;
         owner_ = owner;
         chunk_ = chunk;
     }
 
-    // Returns the K tiles of the next output tile that are issued before S waits for this one.
+    // Returns the K tiles of the next result that are issued before S waits for this one.
     [[nodiscard]] std::uint32_t told_behind() const {
-        const std::uint32_t k_tiles = divide_up(g_.k, g_.tile_k);
+        const std::uint32_t k_tiles = divide_up(g_.k / g_.leaves(), g_.tile_k);
         return k_tiles < kAhead ? k_tiles : kAhead;
     }
 

@@ -5,10 +5,16 @@
 //   sum    Waits until every rank's part of the chunk is here; then adds the ranks' partials of one
 //          tile in rank order, in float32, rounds once to the output's dtype and stores. The order
 //          is the same on every rank and in every call: results are deterministic.
+// Invariant sums (args.hpp) are added by the tree instead, from left to right: what was added so far is a
+// stack of nodes, each of more segments than the next one, and two of equally many become one at once. A
+// rank that has several leaves adds these up into the outbox before it sends.
 // A sum works on strips of rows that fit UB: two sums, and as many partials on their way as UB holds,
-// two in float32, four of 16 bits. Flags (event = the partial's buffer, or the half of the sums):
+// two in float32, four of 16 bits; a tree, on shorter ones, four or eight. Flags (event = the partial's
+// buffer, or the half of the sums):
 //   MTE2→V partial loaded, V→MTE2 its buffer free; V→MTE3 sum complete, MTE3→MTE2 its half stored and free.
 #pragma once
+
+#include <bit>
 
 #include "backends/accelerators/ascend/isa/pipe.hpp"
 #include "backends/accelerators/ascend/kernels/arrival.hpp"
@@ -21,7 +27,8 @@ template <class Core>
 class Partials {
   public:
     // The bytes of a strip in float32. UB holds two sums, two rounded ones and partials: two of float32, or
-    // four of 16 bits and one of them in float32.
+    // four of 16 bits and one of them in float32. Strips of a tree are shorter: UB holds two roots, two rounded
+    // ones, partials of four float32 strips, a rounded node, and a node of each level below the root.
     static constexpr std::uint32_t kStripBytes = 32 << 10;
 
     Partials(Core& core, const Args& args)
@@ -34,6 +41,7 @@ class Partials {
         if (!wait_computed(owner, chunk)) return false;
         if (!released_.wait(owner)) return false;
         const std::uint64_t from = g_.outbox(owner), to = g_.inbox(owner, args_.rank);
+        if (g_.adds_leaves() && !add_leaves(owner, chunk)) return false;
         if (args_.same_node(owner)) {
             for (std::uint32_t tile = g_.chunk_begin(owner, chunk);
                  tile < g_.chunk_end(owner, chunk); ++tile) {
@@ -57,18 +65,7 @@ class Partials {
              const isa::GlobalView (&copies)[2]) {
         core_.annotate(chunk);
         if (!wait_computed(args_.rank, chunk) || !wait_arrived(core_, args_, chunk)) return false;
-        if (storing_) {  // from the buffers that are filled next
-            core_.set_flag(Pipe::MTE3, Pipe::MTE2, 0);
-            core_.wait_flag(Pipe::MTE3, Pipe::MTE2, 0);
-        }
-        const std::uint32_t strips = divide_up(out.rows, strip_rows());
-        part_ = 0;
-        parts_ = strips * (narrow() ? g_.world : g_.world - 1);
-        for (std::uint32_t i = 0; i < strips; ++i) {
-            strip(tile, i, out, copies);
-            if (i + 2 < strips) core_.set_flag(Pipe::MTE3, Pipe::MTE2, i % 2);
-        }
-        storing_ = true;
+        add(args_.rank, tile, out, copies);
         if (copies[0].base != nullptr || copies[1].base != nullptr) fence();
         return true;
     }
@@ -85,11 +82,16 @@ class Partials {
     using Tile = isa::Tile;
 
     [[nodiscard]] bool narrow() const { return isa::bytes_of(g_.partial_dtype) == 2; }
+    [[nodiscard]] bool tree() const { return g_.segments > 0; }
     // Returns the number of partials under way.
-    [[nodiscard]] std::uint32_t buffered() const { return narrow() ? 4 : 2; }
+    [[nodiscard]] std::uint32_t buffered() const { return (narrow() ? 4 : 2) * (tree() ? 2 : 1); }
 
+    [[nodiscard]] std::uint32_t strip_bytes() const {
+        const std::uint32_t levels = std::bit_width(g_.segments);
+        return tree() ? isa::capacity_of(isa::Buffer::UB) / (7 + levels) / 512 * 512 : kStripBytes;
+    }
     [[nodiscard]] std::uint32_t strip_rows() const {
-        const std::uint32_t rows = kStripBytes / sizeof(float) / g_.tile_n;
+        const std::uint32_t rows = strip_bytes() / sizeof(float) / g_.tile_n;
         return rows < g_.tile_m ? rows : g_.tile_m;
     }
 
@@ -103,8 +105,52 @@ class Partials {
                            args_.rank);
     }
 
-    void strip(std::uint32_t tile, std::uint32_t number, const isa::GlobalView& out,
-               const isa::GlobalView (&copies)[2]) {
+    // Adds up the own leaves of all tiles of an owner's chunk into the outbox.
+    bool add_leaves(std::uint32_t owner, std::uint32_t chunk) {
+        if (!released_.wait_outbox()) return false;
+        for (std::uint32_t tile = g_.chunk_begin(owner, chunk); tile < g_.chunk_end(owner, chunk);
+             ++tile) {
+            add(owner, tile, args_.partial(args_.outbox + g_.outbox(owner), owner, tile), {});
+        }
+        return true;
+    }
+
+    // Adds up what this rank has of a tile: of an own one everything, of another owner's the own leaves.
+    void add(std::uint32_t owner, std::uint32_t tile, const isa::GlobalView& out,
+             const isa::GlobalView (&copies)[2]) {
+        if (storing_) {  // from the buffers that are filled next
+            core_.set_flag(Pipe::MTE3, Pipe::MTE2, 0);
+            core_.wait_flag(Pipe::MTE3, Pipe::MTE2, 0);
+        }
+        const std::uint32_t strips = divide_up(out.rows, strip_rows());
+        std::uint32_t terms = 0;
+        each_term(owner, [&](std::byte*, std::uint32_t) { ++terms; });
+        part_ = 0;
+        parts_ = strips * (tree() || narrow() ? terms : terms - 1);
+        for (std::uint32_t i = 0; i < strips; ++i) {
+            strip(owner, tile, i, out, copies);
+            if (i + 2 < strips) core_.set_flag(Pipe::MTE3, Pipe::MTE2, i % 2);
+        }
+        storing_ = true;
+    }
+
+    // Calls `work(slot, segments)` for each partial that `add` adds: its slot, and of how many segments it is.
+    template <class Work>
+    void each_term(std::uint32_t owner, const Work& work) const {
+        const std::uint32_t leaves = g_.leaves();
+        for (std::uint32_t source = 0; source < g_.world; ++source) {
+            if (source == args_.rank && g_.adds_leaves()) {
+                for (std::uint32_t leaf = 0; leaf < leaves; ++leaf) {
+                    work(args_.scratch + leaf * g_.leaf_stride() + g_.outbox(owner), 1);
+                }
+            } else if (owner == args_.rank) {
+                work(slot_of(source), leaves);
+            }
+        }
+    }
+
+    void strip(std::uint32_t owner, std::uint32_t tile, std::uint32_t number,
+               const isa::GlobalView& out, const isa::GlobalView (&copies)[2]) {
         const std::uint32_t half = number % 2, row = number * strip_rows(),
                             rows = part_of(out.rows, row, strip_rows());
         const auto buffer = [&](isa::DType dtype, std::uint32_t offset) {
@@ -116,34 +162,63 @@ class Partials {
                         .valid_rows = rows,
                         .valid_cols = out.cols};
         };
-        constexpr std::uint32_t kRounded = 2 * kStripBytes, kParts = 3 * kStripBytes,
-                                kWide = 5 * kStripBytes;
-        const Tile sum = buffer(isa::DType::float32, half * kStripBytes),
-                   wide = buffer(isa::DType::float32, kWide);
+        // Places, in strips: sums from 0 on, rounded ones at 2, partials from 3 on; then a partial in float32,
+        // or a tree's rounded node and its other nodes.
+        const std::uint32_t bytes = strip_bytes();
+        const Tile sum = buffer(isa::DType::float32, half * bytes),
+                   wide = buffer(isa::DType::float32, 5 * bytes),
+                   node = buffer(g_.partial_dtype, 7 * bytes);
+        const auto node_at = [&](std::uint32_t depth) {
+            return depth == 0 ? sum : buffer(isa::DType::float32, (7 + depth) * bytes);
+        };
+        std::uint32_t depth = 0, sizes[std::bit_width(kMostSegments)];  // of the stack of nodes
+        bool first = true;
         if (number >= 2) core_.wait_flag(Pipe::MTE3, Pipe::MTE2, half);
-        for (std::uint32_t source = 0; source < g_.world; ++source) {
-            const isa::GlobalView whole = args_.partial(slot_of(source), args_.rank, tile);
+        each_term(owner, [&](std::byte* slot, std::uint32_t segments) {
+            const isa::GlobalView whole = args_.partial(slot, owner, tile);
             const isa::GlobalView from = whole.sub(row, 0, rows, whole.cols);
-            if (source == 0 && !narrow()) {
+            const bool begins = first;
+            first = false;
+            if (begins && !narrow() && !tree()) {
                 core_.tload(sum, from);  // V waits for the next load, which comes behind this one
-                continue;
+                return;
             }
             const std::uint32_t place = part_ % buffered();
-            const Tile part =
-                buffer(g_.partial_dtype, kParts + place * kStripBytes / (narrow() ? 2 : 1));
+            const Tile part = buffer(g_.partial_dtype, 3 * bytes + place * bytes / (narrow() ? 2 : 1));
             if (part_ >= buffered()) core_.wait_flag(Pipe::V, Pipe::MTE2, place);
             core_.tload(part, from);
             core_.set_flag(Pipe::MTE2, Pipe::V, place);
             core_.wait_flag(Pipe::MTE2, Pipe::V, place);
-            if (narrow()) core_.tcvt(source == 0 ? sum : wide, part);
-            if (source > 0) core_.tadd(sum, sum, narrow() ? wide : part);
+            if (tree()) {
+                Tile top = node_at(depth);
+                if (narrow()) {
+                    core_.tcvt(top, part);
+                } else if (depth > 0 && sizes[depth - 1] == segments) {
+                    top = part;
+                } else {
+                    core_.tmuls(top, part, 1);
+                }
+                for (; depth > 0 && sizes[depth - 1] == segments; segments *= 2) {
+                    const Tile left = node_at(--depth);
+                    core_.tadd(left, left, top);
+                    if (narrow()) {
+                        core_.tcvt(node, left);
+                        core_.tcvt(left, node);
+                    }
+                    top = left;
+                }
+                sizes[depth++] = segments;
+            } else {
+                if (narrow()) core_.tcvt(begins ? sum : wide, part);
+                if (!begins) core_.tadd(sum, sum, narrow() ? wide : part);
+            }
             // The last ones are free once the sum is stored.
             if (part_ + buffered() < parts_) core_.set_flag(Pipe::V, Pipe::MTE2, place);
             ++part_;
-        }
+        });
         Tile rounded = sum;
         if (out.dtype != isa::DType::float32) {
-            rounded = buffer(out.dtype, kRounded + half * kStripBytes / 2);
+            rounded = buffer(out.dtype, 2 * bytes + half * bytes / 2);
             core_.tcvt(rounded, sum);
         }
         core_.set_flag(Pipe::V, Pipe::MTE3, half);
