@@ -20,10 +20,10 @@ ROWS, COLUMNS, STEP, BAND = 128, 128, 64, 8
 
 
 @_jit
-def _leaves(
+def _leaves(  # noqa: PLR0917 - Triton knows no other arguments
     a: tl.tensor, b: tl.tensor, out: tl.tensor, m: tl.tensor, n: tl.tensor, k: tl.tensor,
     a_row: tl.tensor, a_column: tl.tensor, b_row: tl.tensor, b_column: tl.tensor,
-    *, rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, band: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, band: tl.constexpr,
 ) -> None:  # fmt: skip
     wide = tl.cdiv(n, columns)
     first = tl.program_id(0) // (band * wide) * band
