@@ -171,6 +171,22 @@ def test_peers_of_sums_are_right(op: OpName, norm: bool) -> None:
 
 @times_ranks
 @needs_gpus(2)
+def test_the_peer_of_invariant_results_is_right() -> None:
+    products = {"m": 260, "n": 520, "k": 1024}
+    made = bench(
+        2,
+        shapes=tuple(Shape(op=op, **products) for op in OPS),
+        modes=("graph", "eager"),
+        contenders=("mkernel", "invariant-unfused"),
+    )
+    for row in made.rows:
+        for name in ("mkernel", "invariant-unfused"):
+            entry = row.entries[name]
+            assert entry.state == "right", (row.mode, row.shape.op, name, entry.why)
+
+
+@times_ranks
+@needs_gpus(2)
 @pytest.mark.parametrize("nic", ["cx7", "efa"])
 def test_peers_between_nodes_are_right(nic: str) -> None:
     """Their hosts put and wait, which no graph captures."""

@@ -185,6 +185,7 @@ _CLASSES = {
     "gather+dequantised": "experts:DequantisedExperts",
     "gather+scaled": "experts:ScaledGroupedExperts",
     "gather+deepgemm": "deep_gemm:DeepGemm",
+    "invariant-unfused": "invariant:Unfused",
     "ring": "attention:Ring",
     "context-parallel": "context_parallel:ContextParallel",
     "context-parallel-alltoall": "context_parallel:ContextParallelAllToAll",
@@ -197,8 +198,13 @@ OURS = (
     "mkernel", "mkernel-symmetric", "mkernel-allocating", "mkernel-fused", "mkernel-library",
     "mkernel-parts", "mkernel-halves", "mkernel-sequential",
 )  # fmt: skip
-PEERS = (*(name for name in NAMES if name not in (*OURS, *ALWAYS)), "mkernel-sequential")
-"""The contenders that take part unless others are named."""
+_BY_NAME = ("invariant-unfused",)
+PEERS = (
+    *(name for name in NAMES if name not in (*OURS, *ALWAYS, *_BY_NAME)),
+    "mkernel-sequential",
+)
+"""The contenders that take part unless others are named. One with a promise of its own does so by name
+alone."""
 SEQUENTIAL = ("nccl+cublas", "gloo+matmul", "mkernel-sequential")
 
 
