@@ -409,6 +409,9 @@ def test_sums_of_nodes_are_kept_and_rounded_as_the_plan_says(op: str, backend: A
     assert areas["direct"] - areas["auto"] == 15 * 4096 * row
     carried = {name: traffic_of(plan).sent(0, 8) for name, plan in found.items()}
     assert carried["auto"] == carried["direct"] == 4096 * (row + 8 * 4)
+    times = {name: plan.prediction.comm_us for name, plan in found.items() if plan.prediction}
+    # Sums of all tokens travel, once for each rank, or each node.
+    assert 7 < times["direct"] / times["hierarchical"] < 8.5
     assert traffic_of(found["auto"]).sent(0, 9) == 0 < traffic_of(found["direct"]).sent(0, 9)
 
 
