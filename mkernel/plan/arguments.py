@@ -293,12 +293,14 @@ def check_scales(
         modes = ("block",) if claims.scaled_experts else ()
     if scales.mode not in modes:
         claimed = f"{' or '.join(modes)} scales" if modes else "none"
+        reason = claims.why_no_scaled_experts if experts and not modes else ""
         raise DtypeError(
             "dtype",
             f"{dtype!r} with {scales.mode} scales",
             f"what accelerator {accelerator!r} takes: of e4m3 operands {claimed}"
             + f"{f' in {op}' if experts else ''}; else "
             + ", ".join(claims.dtypes),
+            why=reason,
         )
     if scales.mode == "block" and scales.use_fast_accum:
         raise ArgumentError(

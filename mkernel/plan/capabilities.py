@@ -59,6 +59,8 @@ class AcceleratorCapabilities(Model):
     """Says that dispatch+GEMM and GEMM+combine take e4m3 weights, column-major, with scales by blocks,
     and rows that are e4m3 with such scales, or in 16 bits and quantised by the launch; a dispatch alone
     takes such rows too."""
+    why_no_scaled_experts: str = ""
+    """The reason why it does not, for errors; empty: there is nothing to say."""
     alignment_bytes: int
     transfer_paths: tuple[str, ...]
     """Paths of transfers. ``p2p``: kernels write to peers of the node. ``nic``: they also push puts

@@ -35,6 +35,12 @@ _GROUPED_TORCH = (2, 9)
 """The first torch whose product of groups without rows is zero; before, it hangs."""
 
 
+NO_SCALED_EXPERTS = (
+    "torch has no product of groups with scales by blocks of 128: torch._scaled_grouped_mm takes them "
+    "by rows, or of e8m0 by blocks of 32"
+)
+
+
 def experts() -> tuple[str, ...]:
     """Return the names of the MoE ops that run without kernels of products, with this torch."""
     return MOE if torch_is_fit(_GROUPED_TORCH) else tuple(op for op in MOE if "gemm" not in op)

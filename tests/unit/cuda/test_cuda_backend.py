@@ -93,6 +93,7 @@ def test_what_hopper_has_besides_is_its_own() -> None:
     base, upon = CudaAccelerator().capabilities(), HopperAccelerator().capabilities()
     assert {*base.ops} == {*upon.ops}
     assert (base.scaled_experts, upon.scaled_experts) == (False, True)
+    assert "torch._scaled_grouped_mm takes them by rows" in base.why_no_scaled_experts
     assert base.only_library_ops == base.library_ops == upon.library_ops
     assert upon.only_library_ops == ()
     preferred = [

@@ -110,8 +110,12 @@ def test_experts_in_e4m3_are_planned_where_they_are_claimed(op: str, k: str) -> 
     there = registry.accelerator("ascend").capabilities()
     assert not there.scaled_experts
     if op in there.ops:
-        with pytest.raises(DtypeError, match=f"of e4m3 operands none in {op}"):
+        with pytest.raises(DtypeError, match=f"of e4m3 operands none in {op}") as raised:
             explained(op, sizes, 1, 2, capabilities=there, **options)
+        assert not raised.value.why
+    without = {**claims, "scaled_experts": False, "why_no_scaled_experts": "a library lacks it"}
+    with pytest.raises(DtypeError, match=r"block scales is not legal \(a library lacks it\)"):
+        planned(op, sizes, without, **options)
 
 
 def test_rows_that_are_quantised_are_those_of_experts() -> None:
