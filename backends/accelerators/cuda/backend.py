@@ -249,7 +249,7 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
             "only_library_ops": library_ops(),
             "one_node_ops": one_node_ops(),
             "prefetch_ops": PREFETCHES,
-            "hierarchical_ops": DISPATCHES,
+            "hierarchical_ops": (*DISPATCHES, "ring_attention"),
             "far_returns": ("ranks",),
             "routing_of_ids": True,
             "reuses_routing": "in_one_node",

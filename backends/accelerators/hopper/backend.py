@@ -65,6 +65,6 @@ class HopperAccelerator(CudaAccelerator):
             "fused_scale_modes": fused_scale_modes(),
             "fused_float32_scale_modes": fused_scale_modes(),
             "scaled_experts": True,
-            "hierarchical_ops": (*OPS, *DISPATCHES),
+            "hierarchical_ops": (*OPS, *DISPATCHES, "ring_attention"),
             "activations": get_args(Activation),
         }
