@@ -582,7 +582,8 @@ def between_nodes(plan: LaunchPlan, ranks: int) -> LaunchPlan:
     """The same plan on nodes of so many ranks."""
     nodes = plan.world_size // ranks
     assert plan.schedule is not None
-    how = plan.schedule.model_copy(update=FAR)
+    chunk = {"chunk_rows": FAR["far_rows"]} if hasattr(plan.schedule, "chunk_rows") else {}
+    how = plan.schedule.model_copy(update={**FAR, **chunk})
     return plan.model_copy(update={"nodes": nodes, "ranks_per_node": ranks, "schedule": how})
 
 
@@ -688,11 +689,11 @@ class Started:
 
         made = (
             "Keys", "Merge", "Part", "Piece", "Running", "Given", "Sum", "Sums", "Core", "Ring",
-            "RingPart",
+            "RingPart", "KeysCrossing",
         )  # fmt: skip
         starts = (
             "push_keys", "attend_ring", "push_piece", "tell", "await_part", "merge_parts",
-            "push_gradients", "sum_gradients",
+            "push_gradients", "sum_gradients", "cross_keys", "await_crossing",
         )  # fmt: skip
         return note if name in (*made, *starts) else found
 

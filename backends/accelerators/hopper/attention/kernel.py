@@ -100,7 +100,7 @@ class AttentionKernelExecutor:
             [made.RingPart(each.rank, each.first, each.k.shape[2]) for each in sources],
             (slots.data_ptr(), slots.stride()[:3]),
             self._ring.keys.bytes // slots.element_size(),
-            self._how.far_rows if self._by_head else self._how.chunk_rows,
+            self._how.chunk_rows,
             self._how.blocks,
             exchanges,
             self._by_head,
@@ -115,4 +115,7 @@ def _checked(plan: LaunchPlan) -> AttentionKernelSchedule:
     if not kernel_takes(plan):
         raise ArgumentError("plan.schedule.kind", repr(how.kind), "'hopper.ring_attention'")
     check_crossing(plan, how)
+    if plan.nodes > 1 and how.chunk_rows != how.far_rows:
+        legal = f"{how.far_rows}, as far_rows is: those of the node travel as others do"
+        raise ArgumentError("plan.schedule.chunk_rows", how.chunk_rows, legal)
     return how

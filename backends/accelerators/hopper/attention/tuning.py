@@ -40,7 +40,8 @@ def _forward(
     parts = tuning.by_parts(plan, cores, constants, far, _core_takes)
     if wished == "parts" or not kernel_takes(plan):
         return parts, ()
-    how = AttentionKernelSchedule(chunk_rows=_chunk_rows(plan), blocks=cores, **far.fields)
+    chunk_rows = far.fields.get("far_rows") or _chunk_rows(plan)
+    how = AttentionKernelSchedule(chunk_rows=chunk_rows, blocks=cores, **far.fields)
     times = None if constants is None else predicted_kernel(plan, how.chunk_rows, constants, far)
     kernel = Way(how, times)
     sooner = (
