@@ -315,7 +315,7 @@ def flows(
     if isinstance(shape, GemmShape | SumShape):
         return _of_sums(op, shape, dtype, world, way, scales)
     if isinstance(shape, AttentionShape):
-        return (_of_keys(op, shape, dtype, world, way.keys, DTYPE_BYTES[sums]),)
+        return (_of_keys(op, shape, dtype, world, nodes, way.keys, DTYPE_BYTES[sums]),)
     tokens = routed or ExpectedTokens(shape, world, nodes, way.routing)
     return _of_tokens(op, shape, dtype, way, tokens, sums, world // nodes)
 
@@ -357,7 +357,13 @@ def _of_sums(
 
 
 def _of_keys(
-    op: OpName, shape: AttentionShape, dtype: DtypeName, world: int, keys: KeysTravel, of_sums: int
+    op: OpName,
+    shape: AttentionShape,
+    dtype: DtypeName,
+    world: int,
+    nodes: int,
+    keys: KeysTravel,
+    of_sums: int,
 ) -> Flow:
     """Return the flow of keys and values, and of their gradients, which go round after them."""
     own = 2.0 * shape.batch * shape.kv_heads * shape.sequence / world * shape.head_dim
@@ -372,8 +378,12 @@ def _of_keys(
         """Count what some query sees there: a zigzag's later half is not seen by later ranks."""
         return 0.5 if shape.causal and owner < other else 1.0
 
+    def node_sees(owner: int, node: int) -> float:
+        """Count what some query of a node sees there: its ranks are all earlier, or all later."""
+        return seen(owner, node * (world // nodes))
+
     count = {"ring": passed_on, "seen": seen}.get(keys, _everyone(1.0))
-    return Flow(True, count, count, nbytes)
+    return Flow(True, count, node_sees if keys == "seen" else count, nbytes)
 
 
 def _of_tokens(

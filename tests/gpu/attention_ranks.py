@@ -24,7 +24,11 @@ from mkernel.backends.accelerators.cuda.attention import tuning as attention_tun
 from mkernel.backends.accelerators.cuda.attention.documents import Bounds, Documents
 from mkernel.backends.accelerators.cuda.attention.library import attend
 from mkernel.backends.accelerators.cuda.attention.ring import Source
-from mkernel.backends.accelerators.cuda.schedule import AttentionInPiecesSchedule, AttentionSchedule
+from mkernel.backends.accelerators.cuda.schedule import (
+    AttentionInPiecesSchedule,
+    AttentionSchedule,
+    KeysSchedule,
+)
 from mkernel.backends.accelerators.hopper.attention import core as attention_core
 from mkernel.backends.accelerators.hopper.attention import kernel as attention_kernel
 from mkernel.backends.accelerators.hopper.attention import tuning as kernel_tuning
@@ -336,6 +340,17 @@ def by_core(shapes: Sequence[Attention], fn: Callable[..., Any], *arguments: Any
         return fn(shapes, *arguments)
 
 
+def in_chunks(shapes: Sequence[Attention], fn: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what ``fn`` finds of shapes whose keys cross between nodes 128 rows at a time. For a
+    process of its own."""
+    with _constants(far_bytes=1):
+        for shape in shapes:
+            schedule = shape.planned().schedule
+            assert isinstance(schedule, KeysSchedule)
+            assert schedule.far_rows == 128
+        return fn(shapes, *arguments)
+
+
 def a_million(causal: bool) -> dict[str, Any]:
     """Return of one call with 2^20 positions, 32 heads of queries and 8 of keys what it took of the
     device's memory beside its tensors, and errors of some rows of queries."""
@@ -391,6 +406,15 @@ def _sent(fault: str, given: Tensors) -> list[torch.Tensor]:
     ]
 
 
+def _keys_crossing(native: Any, wrong: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """Return what describes a crossing between nodes of the wrong keys and values."""
+
+    def keys_crossing(tensors: Any, *rest: Any) -> Any:
+        return native.KeysCrossing([(each.data_ptr(), each.stride()[:3]) for each in wrong], *rest)
+
+    return keys_crossing
+
+
 def _in_parts(fault: str, work: Any) -> AbstractContextManager[object]:
     native, right, wrong = attention_ring.native(), attention.attend, _sent(fault, work.given)
 
@@ -408,7 +432,8 @@ def _in_parts(fault: str, work: Any) -> AbstractContextManager[object]:
         native.push_keys(device, world, *(each.data_ptr() for each in wrong), *rest)
 
     if fault in ("stale", "early flag"):
-        return calls.native_with(attention_ring, push_keys=push_keys)
+        crossing = _keys_crossing(native, wrong)
+        return calls.native_with(attention_ring, push_keys=push_keys, KeysCrossing=crossing)
     return mock.patch.object(attention, "attend", attending)
 
 
@@ -478,9 +503,12 @@ def _in_kernel(fault: str, work: Any) -> AbstractContextManager[object]:
             k, v = (each.data_ptr() for each in wrong)
         native.push_keys(device, world, k, v, *rest)
 
+    sent = {"push_keys": push_keys}
+    if fault in ("stale", "early flag"):
+        sent["KeysCrossing"] = _keys_crossing(native, wrong)
     return calls.native_with(
         attention_kernel, attention_core, attention_ring, RingPart=ring_part, Core=core, Ring=ring,
-        push_keys=push_keys,
+        **sent,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from moe_ranks import GATHERED, IN_ORDER, IN_PIECES, PERMUTED, WANTED, Moe
 from test_fp8_on_gpus import FUSED, PROMOTED, drawn_scaled
 from test_fp8_on_gpus import MIXED as SCALED_BY_LIBRARY
 from test_hopper_nodes import ATTENTION as ATTENTION_OF_NODES
+from test_hopper_nodes import BY_KERNEL as KERNEL_OF_NODES
 from test_hopper_nodes import DIRECT, NICS
 from test_hopper_nodes import EXPERTS as EXPERTS_OF_NODES
 from test_hopper_nodes import MIXED as PRODUCTS_OF_NODES
@@ -377,6 +378,14 @@ def between_nodes(nic: str) -> dict[str, Family]:
     attention = Family(
         ATTENTION_OF_NODES, 12, 0, 12, **far, drawn=attention_ranks.drawn, draws=40,
     )  # fmt: skip
+    by_kernel = Family(
+        KERNEL_OF_NODES, 12, 12, 12, **{**far, "times": 12},
+        drawn=attention_ranks.drawn_for_kernel, draws=24, environment={WAY: "kernel"},
+        repeated=[Attention(1, 8, 2, 512, causal=each, way="kernel") for each in (False, True)],
+    )  # fmt: skip
+    chunked = replace(
+        by_kernel, around=attention_ranks.in_chunks, drawn=None, worlds=((2, 1), (2, 2))
+    )
     experts = Family(
         bounded, 0, 16, 12, **far, in_graphs=bounded[:2], judged=EXPERTS_OF_NODES,
     )  # fmt: skip
@@ -402,6 +411,7 @@ def between_nodes(nic: str) -> dict[str, Family]:
     drawn_alone: dict[str, Any] = {"rounds": 0, "queued": 0, "replays": 0, "times": 0}
     found = {
         "products": products, "attention": attention, "experts": experts,
+        "attention-kernel": by_kernel, "attention-chunks": chunked,
         "experts-permuted": permuted, "experts-pieces": pieces, "experts-early": early,
         "experts-relayed": relayed,
         "experts-relayed-permuted": replace(
@@ -417,6 +427,7 @@ def between_nodes(nic: str) -> dict[str, Family]:
     into_device = {
         "products": replace(products, **{**drawn_alone, "times": 10}, draws=0),
         "attention": replace(attention, **drawn_alone, drawn=None),
+        "attention-kernel": replace(by_kernel, drawn=None), "attention-chunks": chunked,
         "experts": experts, "experts-permuted": permuted, "experts-pieces": pieces,
         "experts-relayed": relayed,
         "hierarchical": replace(hierarchical, **drawn_alone),

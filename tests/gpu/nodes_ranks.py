@@ -16,7 +16,7 @@ from in_world import TOLD_S, arrivals, stores
 from moe_ranks import Moe
 
 import mkernel
-from mkernel.backends.accelerators.cuda.schedule import PartsSchedule, TokenSchedule
+from mkernel.backends.accelerators.cuda.schedule import KeysSchedule, PartsSchedule, TokenSchedule
 from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, ReduceSchedule
 from mkernel.cases import poison
 from mkernel.errors import WorldError
@@ -86,26 +86,59 @@ def chosen(shape: Shape) -> tuple[list[str], int, Exchange, tuple[float, ...]]:
 
 
 def crossed(shape: Attention | Moe) -> tuple[list[str], int, int, int]:
-    """Failures of calls; bytes that the NIC put for them here, and :func:`_leaving`, once for each rank
-    of another node; host memory's regions in the session."""
+    """Failures of calls; bytes that the NIC put for them here, and :func:`_leaving`; host memory's
+    regions in the session."""
     world, work = mkernel.world(), shape.work(5)
     failures, put = _put(work)
-    far = world.size - world.identity.ranks_per_node
     assert world.nic is not None
-    return failures, put, far * _leaving(shape, work), world.nic.statistics().host_regions
+    return failures, put, _leaving(shape, work), world.nic.statistics().host_regions
 
 
 def _leaving(shape: Attention | Moe, work: Any) -> int:
-    """Bytes of the own keys and values of ring attention; of the own tokens that the other rank wants
-    and all ids, and for a combine and a GEMM+combine of the own weights and of sums for the other
-    rank's tokens (those of a combine alone in float32)."""
+    """Bytes of the own keys and values of ring attention that the other rank sees; of the own tokens
+    that the other rank wants and all ids, and for a combine and a GEMM+combine of the own weights and
+    of sums for the other rank's tokens (those of a combine alone in float32)."""
     if isinstance(shape, Attention):
-        return 2 * 2 * shape.batch * shape.kv_heads * shape.rows * shape.width
+        rows = shape.rows // 2 if shape.causal and work.rank == 0 else shape.rows
+        return 2 * 2 * shape.batch * shape.kv_heads * rows * shape.width
     places, row = 4 * shape.tokens * work.top_k, 2 * shape.tokens * shape.hidden
     alone, sums = 4 * shape.tokens * shape.features, row if shape.narrow else 2 * row
     owners = work.moe._ids(work.rank, 0) // shape.experts
     wanted = int((owners == 1 - work.rank).any(1).sum())
     return 2 * wanted * shape.hidden + alone + sums + 3 * places
+
+
+def _carried() -> Counter[int]:
+    """Bytes that the NIC has put to each rank."""
+    nic = mkernel.world().nic
+    assert nic is not None
+    assert nic.flush(5)
+    return sum((Counter({one.peer: one.nbytes}) for one in nic.statistics().lanes), Counter())
+
+
+def _far(plan: LaunchPlan, routed: RoutedTokens | None = None) -> dict[int, float]:
+    """Bytes that a plan says go to each rank of another node."""
+    rank, each = mkernel.world().rank, plan.ranks_per_node
+    planned = traffic_of(plan, routed).from_rank(rank)
+    return {peer: nbytes for peer, nbytes in planned.items() if peer // each != rank // each}
+
+
+def attended(
+    shapes: list[Attention],
+) -> list[tuple[list[str], dict[int, float], dict[int, float], Exchange]]:
+    """Failures of a call of each shape, bytes that the NIC put to each rank for it, those that its plan
+    says, and its exchange."""
+    found = []
+    for shape in shapes:
+        work = shape.work(3)
+        work.fill(0)
+        before = _carried()
+        work.call()
+        mkernel.synchronize()
+        plan = shape.planned()
+        put = dict(_carried() - before)
+        found.append((work.failure(0), put, _far(plan), plan.part(KeysSchedule).exchange))
+    return found
 
 
 def travelled(
@@ -114,19 +147,13 @@ def travelled(
     """Of each call of the three MoE ops: which it was, bytes that the NIC put to each rank, those that
     its plan says, and its exchange."""
     world, found = mkernel.world(), []
-    nic, each = world.nic, world.identity.ranks_per_node
     launch, calls = world.accelerator.launch, list[tuple[LaunchPlan, dict[int, float]]]()
 
     def launched(call: Any) -> Any:
-        before, result = carried(), launch(call)
+        before, result = _carried(), launch(call)
         torch.cuda.synchronize()
-        calls.append((call.plan, dict(carried() - before)))
+        calls.append((call.plan, dict(_carried() - before)))
         return result
-
-    def carried() -> Counter[int]:
-        assert nic is not None
-        assert nic.flush(5)
-        return sum((Counter({one.peer: one.nbytes}) for one in nic.statistics().lanes), Counter())
 
     for shape in shapes:
         work = shape.work(3)
@@ -138,10 +165,8 @@ def travelled(
         ids = [work.moe._ids(rank, 0).tolist() for rank in range(world.size)]
         routed = RoutedTokens(ids, shape.experts * world.size, world.identity.nodes)
         for plan, put in calls:
-            planned = traffic_of(plan, routed).from_rank(world.rank)
-            far = {peer: n for peer, n in planned.items() if peer // each != world.rank // each}
             how: Any = plan.schedule
-            found.append((plan.op, put, far, how.exchange))
+            found.append((plan.op, put, _far(plan, routed), how.exchange))
     return found
 
 

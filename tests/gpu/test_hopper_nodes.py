@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import attention_ranks
 import calls
 import kept_ranks
 import moe_ranks
@@ -130,6 +131,14 @@ ATTENTION = [
 ]
 
 
+BY_KERNEL = [
+    Attention(1, 4, 4, 256, causal=True, way="kernel"),
+    Attention(2, 4, 1, 128, lies="positions", way="kernel"),
+    Attention(1, 8, 2, 768, causal=True, dtype="float16", lies="positions", way="kernel"),
+    Attention(2, 2, 2, 1152, way="kernel"),
+]
+
+
 EXPERTS = [
     Moe(37, hidden=72, features=136, experts=3, top_k=3),
     Moe(300, 512, 264, 4, 4, routing="padded", capacity=4 * 300 * 4, narrow=True),
@@ -167,6 +176,52 @@ def test_the_bytes_of_experts_are_the_planned_ones(
             assert taken == (exchange if ranks > 1 else "direct")
             if exchange == "hierarchical":
                 assert {peer % ranks for peer in carried} == {rank % ranks}
+
+
+@nics
+@worlds
+@both
+@pytest.mark.parametrize("way", ["kernel", "parts"])
+@pytest.mark.parametrize("exchange", ["direct", "hierarchical"])
+def test_the_bytes_of_keys_are_the_planned_ones(
+    exchange: str, way: str, nodes: int, ranks: int, route: str, nic: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """They are so to every rank, in chunks of any size: what a rank, or a node, sees crosses once."""
+    take(route, monkeypatch)
+    monkeypatch.setenv("MKERNEL_EXCHANGE", exchange)
+    shapes = [replace(shape, way=way) for shape in BY_KERNEL]
+    if way == "parts":
+        shapes += [replace(shape, way=way) for shape in ATTENTION]
+    world = {"nic": nic, "nodes": nodes, "ranks": ranks}
+    chunked = attention_ranks.in_chunks, shapes, nodes_ranks.attended
+    found = launched(nodes_ranks.attended, shapes, **world)
+    found += launched(*chunked, **world, fresh=True)
+    for rank, of_rank in enumerate(found):
+        for failures, carried, planned, taken in of_rank:
+            assert failures == []
+            assert carried == planned
+            assert taken == (exchange if ranks > 1 else "direct")
+            if exchange == "hierarchical":
+                assert {peer % ranks for peer in carried} == {rank % ranks}
+
+
+@nics
+@several
+@both
+@pytest.mark.parametrize("way", ["kernel", "parts"])
+def test_faults_of_keys_that_cross_are_seen(
+    way: str, nodes: int, ranks: int, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the call before cross, or none yet; and the kernel leaves the first part out."""
+    take(route, monkeypatch)
+    names = ("stale", "early flag", *(("skipped",) if way == "kernel" else ()))
+    faults = [f"{way}: {name}" for name in names]
+    found = launched(
+        attention_ranks.in_chunks, [replace(BY_KERNEL[0], way=way)], calls.faulty, faults,
+        attention_ranks.planted, nic=nic, nodes=nodes, ranks=ranks, fresh=True,
+    )  # fmt: skip
+    assert {fault for each in found for fault in each} == set(faults)
 
 
 @nics
@@ -262,8 +317,8 @@ def test_no_token_lands_in_a_later_call(
 def test_what_crosses_does_so_once_for_each_rank_of_another_node(
     shape: Any, route: str, nic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys and values; tokens, ids, weights and sums: to the byte. Scrambled on their way, they give
-    other results."""
+    """Keys and values that are seen; tokens, ids, weights and sums: to the byte. Scrambled on their
+    way, they give other results."""
     take(route, monkeypatch)
     for mask in (0, nodes_ranks.MASK):
         monkeypatch.setenv("MKERNEL_SOFTVERBS_SCRAMBLE", str(mask))

@@ -278,7 +278,7 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
             "only_library_ops": library_ops(),
             "one_node_ops": one_node_ops(),
             "prefetch_ops": PREFETCHES,
-            "hierarchical_ops": MOE,
+            "hierarchical_ops": (*MOE, "ring_attention"),
             "far_returns": ("ranks",),
             "routing_of_ids": True,
             "reuses_routing": "in_one_node",

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mkernel.plan.model import DtypeName, Schedule
+from mkernel.plan.model import DtypeName, KeysTravel, Schedule
 from mkernel.plan.pipeline import Exchange, Returns
 
 Way = Literal["one_shot", "two_shot"]
@@ -29,11 +29,29 @@ MOST_NORMED_COLUMNS = 48 << 10
 kernels/collectives/sum_rows.hpp."""
 
 
-class AttentionSchedule(Schedule):
-    """The schedule of ring attention by parts. Each rank's keys and values travel whole, by copy
-    engines. ``library``, or our own kernel, computes attention on the own ones and, beside that, on
-    each peer's as they arrive, the rank before this one first. A kernel of ``merge_blocks`` blocks
-    merges the results."""
+class KeysSchedule(Schedule):
+    """The part of schedules of ring attention that is about keys and values between nodes, where a
+    kernel sends them to all ranks: ``far_rows`` rows of one head at a time, by ``put_blocks``
+    blocks. ``land_blocks`` others bring those of other nodes to where they are read. ``exchange``:
+    they go to each rank of another node, or once to each node, whose rank in the same place passes
+    them on. In one node all numbers are 0. Keys that no query of a rank sees are not sent there."""
+
+    exchange: Exchange = "direct"
+    far_rows: int = Field(0, ge=0, multiple_of=128)
+    put_blocks: int = Field(0, ge=0)
+    land_blocks: int = Field(0, ge=0)
+
+    @property
+    def keys_travel(self) -> KeysTravel:
+        """The value ``seen``."""
+        return "seen"
+
+
+class AttentionSchedule(KeysSchedule):
+    """The schedule of ring attention by parts. In a node each rank's keys and values travel whole, by
+    copy engines. ``library``, or our own kernel, computes attention on the own ones and, beside
+    that, on each peer's as they arrive, the rank before this one first. A kernel of
+    ``merge_blocks`` blocks merges the results."""
 
     kind: Literal["hopper.ring_attention"] = "hopper.ring_attention"
     library: AttentionLibrary | AttentionCore

@@ -67,6 +67,6 @@ class HopperAccelerator(CudaAccelerator):
             "fused_scale_modes": fused_scale_modes(),
             "fused_float32_scale_modes": fused_scale_modes(),
             "scaled_experts": True,
-            "hierarchical_ops": (*OPS, *MOE),
+            "hierarchical_ops": (*OPS, *MOE, "ring_attention"),
             "activations": get_args(Activation),
         }

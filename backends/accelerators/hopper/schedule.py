@@ -6,7 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from mkernel.backends.accelerators.cuda.schedule import ReturnSchedule, TilingName, TokenSchedule
+from mkernel.backends.accelerators.cuda.schedule import (
+    KeysSchedule,
+    ReturnSchedule,
+    TilingName,
+    TokenSchedule,
+)
 from mkernel.plan.model import DtypeName, Schedule
 from mkernel.plan.pipeline import Exchange, Returns
 
@@ -124,11 +129,11 @@ class FewRowsSchedule(Schedule):
         return self.product
 
 
-class AttentionKernelSchedule(Schedule):
-    """The schedule of ring attention as one kernel, of at most ``blocks`` blocks. Each rank's keys
-    and values travel by copy engines, ``chunk_rows`` rows at a time, each followed by a flag; the
-    kernel takes the own ones first and then each peer's as flags arrive, the rank before this one
-    first."""
+class AttentionKernelSchedule(KeysSchedule):
+    """The schedule of ring attention as one kernel, of at most ``blocks`` blocks. In a node each
+    rank's keys and values travel by copy engines, ``chunk_rows`` rows at a time, each followed by a
+    flag; the kernel takes the own ones first and then each peer's as flags arrive, the rank before
+    this one first, and other nodes' ranks last."""
 
     kind: Literal["hopper.ring_attention_kernel"] = "hopper.ring_attention_kernel"
     chunk_rows: int = Field(ge=128, multiple_of=128)

@@ -83,6 +83,10 @@ template <class Value>
 Value min(Value a, Value b) {
     return a < b ? a : b;
 }
+template <class Value>
+Value max(Value a, Value b) {
+    return a > b ? a : b;
+}
 
 namespace mkernel::host_kernels {
 

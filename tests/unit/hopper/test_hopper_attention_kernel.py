@@ -35,14 +35,12 @@ from mkernel.backends.accelerators.hopper.attention import kernel as attention_k
 from mkernel.backends.accelerators.hopper.attention import tuning as attention_tuning
 from mkernel.backends.accelerators.hopper.attention.kernel import AttentionKernelExecutor
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
-from mkernel.backends.accelerators.hopper.dispatch import executor_of
 from mkernel.backends.accelerators.hopper.gemm.tuning import FLAGS
 from mkernel.backends.accelerators.hopper.schedule import AttentionKernelSchedule
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
-from mkernel.errors import ArgumentError, Unsupported
+from mkernel.errors import ArgumentError
 from mkernel.ops.zigzag import zigzag_positions
-from mkernel.plan import planner
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
 
@@ -76,6 +74,7 @@ class Ring(NamedTuple):
     chunk_rows: int
     blocks: int
     exchanges: bool
+    by_head: bool
 
 
 class KernelFabric(Fabric):
@@ -138,6 +137,7 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Any:
         for module in (attention_core, attention_kernel, attention_ring, device_world):
             monkeypatch.setattr(module, "native", lambda: made)
         monkeypatch.setattr(attention_ring, "bytes_at", flat_at)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         return made
 
     return make
@@ -291,9 +291,32 @@ def test_what_is_left_to_parts(changes: dict[str, Any]) -> None:
         assert isinstance(plan.schedule, AttentionSchedule | AttentionInPiecesSchedule)
 
 
-def test_one_node_only() -> None:
-    with pytest.raises(Unsupported, match="on one node"):
-        executor_of(kernel(2)).workspace(between_nodes(kernel(2), 1))
+@pytest.mark.parametrize("layout", ["heads", "positions"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("world", "ranks"), [(2, 1), (3, 1), (4, 2)])
+def test_results_between_nodes(
+    fabric: Any, world: int, ranks: int, causal: bool, layout: str
+) -> None:
+    plan = kernel(world, causal=causal, layout=layout)
+    assert run(fabric(world), between_nodes(plan, ranks)) == []
+
+
+@pytest.mark.parametrize("view", ["pipelined", "sequential"])
+def test_what_is_queued_between_nodes(fabric: Any, view: View) -> None:
+    """The kernel starts when all blocks run that bring it other nodes' keys; it is loaded before."""
+    made, plan = fabric(4), between_nodes(kernel(4, causal=True), 2)
+    assert run(made, plan, view=view, calls=1) == []
+    blocks = plan.part(AttentionKernelSchedule).blocks
+    beside = view == "pipelined"
+    assert made.queued == [
+        (("attend", blocks, False), MAIN),
+        (("cross", 128, 3, 2), BESIDE if beside else MAIN),
+        *[("await crossing", MAIN)] * beside,
+        (("attend", blocks, True), MAIN),
+    ]
+    assert [part.source for part in made.rings[2].parts] == [3, 1, 0]
+    assert made.rings[0].by_head
+    assert made.rings[0].chunk_rows == 128
 
 
 @pytest.mark.parametrize(("wished", "kernel"), [("kernel", True), ("parts", False), ("auto", True)])
@@ -323,14 +346,11 @@ def test_a_plan_says_what_either_way_takes(monkeypatch: pytest.MonkeyPatch) -> N
     assert 400 < kernel.predicted_us < parts.predicted_us < 550
 
 
-def test_auto_is_for_worlds_in_which_it_was_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    most = attention_tuning._MACHINE.attention.kernel_ranks
-    assert isinstance(
-        planned(most + 1, **{**CHOSEN, "sequence": 6144}).schedule, AttentionKernelSchedule
-    )
-    planner._planned.cache_clear()
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_auto_is_for_worlds_of_any_size(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
     monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "auto")
-    assert isinstance(planned(most + 1, **{**CHOSEN, "sequence": 6144}).schedule, AttentionSchedule)
+    plan = planned(world, **{**CHOSEN, "sequence": 4096 * world})
+    assert isinstance(plan.schedule, AttentionKernelSchedule)
 
 
 # Microseconds on two H100 at e928694, one call a turn (bench/hopper_notes.md): one kernel, parts.

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from mkernel.errors import ArgumentError
-from mkernel.plan.model import CombineShape, GemmCombineShape, GemmShape, MoeShape, OpName, Shape
+from mkernel.plan.model import (
+    AttentionShape,
+    CombineShape,
+    GemmCombineShape,
+    GemmShape,
+    MoeShape,
+    OpName,
+    Shape,
+)
 from mkernel.plan.pipeline import Exchange, Returns
 from mkernel.plan.traffic import ExpectedTokens, RoutedTokens, Traffic, Way, flows
 
@@ -67,6 +75,24 @@ def test_results_of_a_node_come_home_as_one_sum(returns: Returns) -> None:
     assert relayed.sent(3, 0) == 0
     # Sums of the tokens of rank 0, as node_sums has them, and the weights of own ones for node 0.
     assert relayed.sent(2, 0) == ROUTED.to_node(0, 1) * 5 * 4 + ROUTED.to_node(2, 0) * WEIGHTS
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_that_are_seen_cross_once_to_each_node_that_sees_them(causal: bool) -> None:
+    """Of a zigzag later ranks see the first half; a relay passes on what its neighbour sees."""
+    shape = AttentionShape(batch=2, heads=6, kv_heads=3, sequence=64, head_dim=8, causal=causal)
+    whole = 2 * 2 * 3 * 16 * 8 * 2
+    half = whole // 2 if causal else whole
+
+    def sent(exchange: Exchange, rank: int) -> dict[int, float]:
+        way = Way(exchange, keys="seen")
+        of = flows("ring_attention", shape, "float16", WORLD, NODES, way)
+        return Traffic(NODES, WORLD // NODES, exchange, of).from_rank(rank)
+
+    assert sent("direct", 1) == {0: whole, 2: half, 3: half}
+    assert sent("hierarchical", 1) == {0: 2 * whole, 3: half}
+    assert sent("hierarchical", 2) == {0: whole, 3: 2 * half}
+    assert sent("hierarchical", 0) == {1: half + whole, 2: half}
 
 
 def test_products_relay_a_shard_for_each_node() -> None:

@@ -2,7 +2,7 @@
 
 Data flow:
   k, v (own) ──copy engines, a second stream──▶ slot of every peer's workspace, a flag behind
-             ──a put of the NIC, on it too────▶ slot of ranks of other nodes; its word becomes the flag
+             ──between nodes a kernel, on it──▶ the same, in chunks (kernels/attention/crossing.hpp)
   q on own k, v ──cuDNN──▶ out, log-sum-exp ─┐
   wait for a peer's flag, q on its k, v ─────┤  on a third stream, the rank before this one first
   all of them ──one kernel, float32──────────┴▶ out, lse; it ends the call
@@ -42,13 +42,15 @@ from mkernel.backends.accelerators.cuda.attention.ring import (
     AttentionRing,
     Queries,
     Source,
-    ring_keys,
+    keys_workspace,
 )
-from mkernel.backends.accelerators.cuda.attention.tuning import attention_shape, check_library
+from mkernel.backends.accelerators.cuda.attention.tuning import (
+    attention_shape,
+    check_crossing,
+    check_library,
+)
 from mkernel.backends.accelerators.cuda.device_world import (
-    NO_DATA,
     DispatchContext,
-    between_nodes,
     call_id,
     device_world,
 )
@@ -74,11 +76,9 @@ class AttentionExecutor:
         how = self.checked(plan)
         self._merge = Merge(context, how.merge_blocks)
         self._packed = attention_shape(plan).documents
-        self._ring = AttentionRing(call, context)
+        self._ring = AttentionRing(call, context, far=how)
         self._world = device_world(call, context)
         self._alone = made.DeviceWorld([call.workspace], 0, context.control, call.timeout_s, 0)
-        if plan.nodes > 1:
-            made.load_attention(context.device)
         self._loads = plan.nodes > 1
 
     @staticmethod
@@ -86,22 +86,14 @@ class AttentionExecutor:
         """Return the schedule. ArgumentError for one that a call would not follow."""
         how = plan.part(AttentionSchedule)
         check_library(plan, how.library)
+        check_crossing(plan, how)
         return how
 
     @classmethod
     def workspace(cls, plan: LaunchPlan) -> Workspace:
         """Return the symmetric memory that ring attention needs. Unsupported."""
         cls.checked(plan)
-        keys, world = ring_keys(plan), plan.world_size
-        if world == 1:
-            return Workspace((NO_DATA,))
-        needed = keys.workspace_bytes(world)
-        if plan.nodes == 1:
-            return Workspace((needed,))
-        staged = plan.routes.staged
-        return between_nodes(
-            plan, needed if staged else native().DATA_OFFSET, keys.area_bytes(world)
-        )
+        return keys_workspace(plan)
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one call; ``stream`` is torch's current one."""

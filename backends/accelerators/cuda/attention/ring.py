@@ -1,5 +1,6 @@
-"""The movement of ring attention's keys and values between the ranks of a node, and the part of
-them that each rank sees."""
+"""The movement of ring attention's keys and values between ranks, and the part of them that each rank
+sees. Within a node they travel by copy engines, between nodes by a kernel
+(kernels/attention/crossing.hpp)."""
 
 from __future__ import annotations
 
@@ -10,11 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from mkernel.backends.accelerators.cuda.attention.tuning import attention_shape
-from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.device_world import (
+    NO_DATA,
+    DispatchContext,
+    between_nodes,
+)
 from mkernel.backends.accelerators.cuda.memory import bytes_at
 from mkernel.backends.accelerators.cuda.native_kernels import native
+from mkernel.backends.accelerators.cuda.schedule import KeysSchedule
 from mkernel.backends.contracts.accelerator import Call
-from mkernel.backends.contracts.memory import aligned
+from mkernel.backends.contracts.memory import Workspace, aligned
 from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
 
 if TYPE_CHECKING:
@@ -55,44 +61,55 @@ class AttentionRing:
         sources: the other ranks in the order in which they are consumed, the one before this first.
     """
 
-    def __init__(self, call: Call, context: DispatchContext, chunk_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        context: DispatchContext,
+        chunk_rows: int | None = None,
+        far: KeysSchedule | None = None,
+    ) -> None:
         """Prepare the plan's calls. ``call``: any of them; values that differ from call to call are
-        not read. ``chunk_rows``: rows of a rank that travel together with a flag of their own;
-        None: all."""
+        not read. ``chunk_rows``: rows of a rank that travel together with a flag of their own in
+        one node; None: all. ``far``: the way between nodes, if there are several."""
         self._plan, self._rank, self._device = call.plan, call.rank, context.device
         self._workspace, self._order = call.workspace, context.order
         shape = attention_shape(call.plan)
         self.causal, self.rows = shape.causal, shape.sequence // call.plan.world_size
         self.keys = ring_keys(call.plan)
         self._chunk = self.keys.pitch // self.rows * min(chunk_rows or self.rows, self.rows)
+        self._far = far if call.plan.nodes > 1 else None
+        self._flags = 1  # of a rank's keys and values that arrive whole
+        if self._far is not None:
+            native().load_attention(context.device)
+            self._flags = self._crossing(call).chunks
         self.sources = tuple(self._sources())
 
-    def put(self, call: Call, world: _kernels.DeviceWorld, stream: int) -> None:
-        """Send the own keys and values to every rank of another node. They are first copied on the
-        device itself, after everything that runs there: no long work may precede this."""
-        if self._plan.nodes > 1:
-            k, v = (call.tensors[name].data_ptr() for name in "kv")
-            native().put_keys(self._device, world, k, v, self.keys, stream)
-
     def push(self, call: Call, world: _kernels.DeviceWorld, stream: int) -> None:
-        """Send the own keys and values to every peer of this node, with a flag after each chunk;
-        land the data that other nodes send."""
-        made, (k, v) = native(), (call.tensors[name].data_ptr() for name in "kv")
-        made.push_keys(self._device, world, k, v, self.keys, self.causal, self._chunk, stream)
-        if self._plan.nodes == 1:
+        """Send the own keys and values to every peer, with a flag after each chunk; land the data
+        that other nodes send."""
+        made = native()
+        if self._far is not None:
+            crossing, blocks = self._crossing(call), self._far.land_blocks
+            made.cross_keys(self._device, world, crossing, blocks, stream)
             return
-        each = self._plan.ranks_per_node
-        for source in self.sources:
-            if source.rank // each != self._rank // each:
-                made.land_keys(self._device, world, source.rank, self.keys, stream)
+        k, v = (call.tensors[name].data_ptr() for name in "kv")
+        made.push_keys(self._device, world, k, v, self.keys, self.causal, self._chunk, stream)
 
     def wait(self, world: _kernels.DeviceWorld, source: Source, stream: int) -> None:
-        """Make work that follows on ``stream`` wait for the source's data, sent in one chunk."""
-        native().await_part(self._device, world, source.rank, source.rank, stream)
+        """Make work that follows on ``stream`` wait for all of the source's data, sent in one chunk
+        within a node."""
+        if self._far is None:
+            native().await_part(self._device, world, source.rank, source.rank, stream)
+            return
+        batch, heads, seen, _ = source.k.shape
+        width, stride = (-(-rows // self._far.far_rows) for rows in (seen, self.rows))
+        native().await_part(
+            self._device, world, source.rank, source.rank * self._flags, stream,
+            count=batch * heads * width, width=width, stride=stride,
+        )  # fmt: skip
 
     def exchange(self, call: Call, world: _kernels.DeviceWorld, stream: int) -> None:
         """Send the own keys and values, and wait for those of every source."""
-        self.put(call, world, stream)
         self.push(call, world, stream)
         for source in self.sources:
             self.wait(world, source, stream)
@@ -108,12 +125,13 @@ class AttentionRing:
     @contextmanager
     def sending(self, call: Call, world: _kernels.DeviceWorld, stream: int) -> Iterator[None]:
         """Send the own keys and values on the second stream meanwhile; at the end ``stream`` waits
-        for it. Data for other nodes leaves before any work that follows on ``stream``."""
-        self.put(call, world, stream)
+        for it. What sends them to other nodes runs before any work that follows on ``stream``."""
         with ExitStack() as ends:
             travelling = self._order.fork(stream)
             ends.callback(self._order.join, stream)
             self.push(call, world, travelling)
+            if self._far is not None:
+                native().await_crossing(self._device, world, stream)
             yield
 
     @contextmanager
@@ -130,8 +148,22 @@ class AttentionRing:
 
     def lying(self, offset: int, rows: int, heads: int | None = None) -> torch.Tensor:
         """Return [B, Hkv, rows, D], packed in the layout of the plan's tensors, at that offset of
-        the own data area. ``heads``: replaces Hkv."""
+        the own data area; between nodes packed head by head. ``heads``: replaces Hkv."""
         return lying(self._plan, self._workspace, offset, rows, heads)
+
+    def _crossing(self, call: Call) -> _kernels.KeysCrossing:
+        """Describe how a call's own keys and values leave, and those of others land."""
+        assert self._far is not None
+        k, v = (aligned(call.tensors[name]) for name in "kv")
+        made: _kernels.KeysCrossing = native().KeysCrossing(
+            [(each.data_ptr(), each.stride()[:3]) for each in (k, v)],
+            tuple(k.shape),
+            self._far.far_rows,
+            self._far.put_blocks,
+            self.causal,
+            self._far.exchange == "hierarchical",
+        )
+        return made
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the elements of [B, Hkv, rows, D] in the memory order of the plan's tensors."""
@@ -144,10 +176,12 @@ class AttentionRing:
         return self.rows // 2 if self.causal and of < rank else self.rows
 
     def _sources(self) -> Iterator[Source]:
-        rank, world = self._rank, self._plan.world_size
-        for step in range(1, world):
-            source = (rank - step) % world
-            at, seen = self.keys.slot_offset(world, rank, source), self.rows_seen(rank, source)
+        rank, world, local = self._rank, self._plan.world_size, self._plan.ranks_per_node
+        # Those of the own node come first.
+        others = [(rank - step) % world for step in range(1, world)]
+        for source in sorted(others, key=lambda other: other // local != rank // local):
+            at = self.keys.slot_offset(world, local, rank, source)
+            seen = self.rows_seen(rank, source)
             k, v = (self.lying(at + which, self.rows) for which in (0, self.keys.bytes))
             first = self.rows // 2 if self.causal and source > rank else 0
             yield Source(source, k[:, :, :seen], v[:, :, :seen], first)
@@ -157,15 +191,16 @@ def lying(
     plan: LaunchPlan, workspace: int, offset: int, rows: int, heads: int | None = None
 ) -> torch.Tensor:
     """Return [B, Hkv, rows, D], packed in the layout of the plan's tensors, at that offset of a
-    workspace's data. ``heads``: replaces Hkv."""
+    workspace's data; between nodes packed head by head. ``heads``: replaces Hkv."""
+    by_position = attention_shape(plan).layout == "positions" and plan.nodes == 1
     shape, dtype = attention_shape(plan), getattr(torch, plan.dtype)
     heads = shape.kv_heads if heads is None else heads
     sizes = [shape.batch, heads, rows, shape.head_dim]
-    if shape.layout == "positions":
+    if by_position:
         sizes[1:3] = rows, heads
     nbytes = shape.batch * heads * rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
     flat = bytes_at(workspace + native().DATA_OFFSET + offset, nbytes).view(dtype)
-    return flat.view(sizes) if shape.layout == "heads" else flat.view(sizes).transpose(1, 2)
+    return flat.view(sizes).transpose(1, 2) if by_position else flat.view(sizes)
 
 
 def stretches(plan: LaunchPlan, first: int, rows: int) -> _kernels.Piece:
@@ -176,6 +211,18 @@ def stretches(plan: LaunchPlan, first: int, rows: int) -> _kernels.Piece:
         at=first * row, width=rows * row, pitch=keys.pitch, count=keys.count
     )
     return piece
+
+
+def keys_workspace(plan: LaunchPlan) -> Workspace:
+    """Return the symmetric memory of a plan's calls."""
+    keys, world = ring_keys(plan), plan.world_size
+    if world == 1:
+        return Workspace((NO_DATA,))
+    needed = keys.workspace_bytes(world)
+    if plan.nodes == 1:
+        return Workspace((needed,))
+    staged = plan.routes.staged
+    return between_nodes(plan, needed if staged else native().DATA_OFFSET, keys.area_bytes(world))
 
 
 def ring_keys(plan: LaunchPlan) -> _kernels.Keys:

@@ -4,12 +4,16 @@ All functions are pure: they read a plan's sizes and ``machine.json`` (:mod:`.ma
 
 A library is called on parts. Where these would take more than ``whole_bytes`` of memory, the sequence
 is cut in pieces, within a node. A backend with kernels of its own has further ways of the forward.
+
+Between nodes keys and values travel by a kernel, in chunks (kernels/attention/crossing.hpp), once to
+each other node unless the caller wishes otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from mkernel.backends.accelerators.cuda.attention.pieces import Pieces, flags
 from mkernel.backends.accelerators.cuda.machine import CallTimes, machine
@@ -20,10 +24,12 @@ from mkernel.backends.accelerators.cuda.schedule import (
     AttentionInPiecesSchedule,
     AttentionLibrary,
     AttentionSchedule,
+    KeysSchedule,
 )
 from mkernel.errors import ArgumentError
 from mkernel.plan.model import DTYPE_BYTES, AttentionShape, CommonPart, Prediction, Schedule
 from mkernel.plan.ops import forward
+from mkernel.plan.pipeline import Exchange
 from mkernel.plan.predict import prediction
 from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest, TooLarge
 from mkernel.plan.standard import by_rows
@@ -45,27 +51,52 @@ class Way(NamedTuple):
         return None if self.prediction is None else self.prediction.pipelined_us
 
 
-Forward = Callable[[CommonPart, int, MachineConstants | None], tuple[Way, tuple[Alternative, ...]]]
+class Far(NamedTuple):
+    """The way of keys and values to other nodes: the fields of :class:`KeysSchedule`, none in one node,
+    and the microseconds for which they occupy the links between nodes, or all links."""
+
+    fields: dict[str, Any]
+    wire_us: float
+
+    def arrivals(self, plan: CommonPart, sent: float) -> list[float]:
+        """Return when the keys of each other rank have come, in the order in which they are read, if
+        those of a neighbour take ``sent`` microseconds."""
+        near = plan.ranks_per_node - 1
+        far = plan.world_size - 1 - near
+        return [sent * (number + 1) for number in range(near)] + [
+            self.wire_us * (number + 1) / far for number in range(far)
+        ]
+
+
+NEAR = Far({}, 0.0)
+"""The way of a world of one node."""
+Forward = Callable[
+    [CommonPart, int, MachineConstants | None, Far], tuple[Way, tuple[Alternative, ...]]
+]
 """Chooses the way of a forward on so many cores, and says which there were, if several."""
 
 
 def parts(
-    plan: CommonPart, cores: int, constants: MachineConstants | None
+    plan: CommonPart, cores: int, constants: MachineConstants | None, far: Far
 ) -> tuple[Way, tuple[Alternative, ...]]:
     """Return the only way that takes no kernel of ours."""
-    return by_parts(plan, cores, constants), ()
+    return by_parts(plan, cores, constants, far), ()
 
 
 def schedule(request: ScheduleRequest, choose: Forward = parts) -> Scheduled:
-    """Schedule a plan of ring attention, or of its backward. Keys and values travel whole, whatever
-    chunk is requested."""
-    found, plan = by_rows(request, chunks=1), request.plan
-    cores = found.pipeline.compute_blocks
-    constants = request.constants if plan.nodes == 1 else None
+    """Schedule a plan of ring attention, or of its backward. Chunks are not those that are
+    requested."""
+    # Keys cross no slower if each does so once for a node.
+    found = by_rows(replace(request, exchanges=request.exchanges[-1:]), chunks=1)
+    plan, cores = request.plan, found.pipeline.compute_blocks
+    constants = request.constants
     if forward(plan.op) == plan.op:
-        (how, times), ways = choose(plan, cores, constants)
+        wire_us = 0.0 if found.prediction is None else found.prediction.comm_us
+        far = Far(crossing(plan, found.pipeline.exchange), wire_us) if plan.nodes > 1 else NEAR
+        (how, times), ways = choose(plan, cores, constants, far)
         found = found._replace(schedule=how, alternatives=(*found.alternatives, *ways))
         return found if times is None else found._replace(prediction=times)
+    constants = constants if plan.nodes == 1 else None
     most = min(2, attention_shape(plan).kv_heads)
     each = {lots: predicted_backward(plan, lots, constants) for lots in range(1, most + 1)}
     lots = min(each, key=lambda one: each[one].pipelined_us)
@@ -75,10 +106,31 @@ def schedule(request: ScheduleRequest, choose: Forward = parts) -> Scheduled:
     return found if constants is None else found._replace(prediction=each[lots])
 
 
+def crossing(plan: CommonPart, exchange: Exchange) -> dict[str, Any]:
+    """Return the fields of :class:`KeysSchedule` of a plan of several nodes. TooLarge."""
+    shape, how, world = attention_shape(plan), _MACHINE.attention, plan.world_size
+    heads, rows = shape.batch * shape.kv_heads, shape.sequence // world
+    most = (FLAGS - 1) // (world * heads)  # chunks of a head
+    if most == 0:
+        raise TooLarge(
+            f"ring attention between nodes: {heads} heads of keys of {world} ranks need "
+            f"{heads * world} flags, and there are {FLAGS - 1}"
+        )
+    chunks = rows * 2 * shape.head_dim * DTYPE_BYTES[plan.dtype] // how.far_bytes
+    copies = exchange == "hierarchical" or plan.routes.staged
+    return {
+        "exchange": exchange,
+        "far_rows": -(-rows // max(1, min(chunks, most)) // 128) * 128,
+        "put_blocks": how.put_blocks,
+        "land_blocks": how.land_blocks if copies else 1,
+    }
+
+
 def by_parts(
     plan: CommonPart,
     cores: int,
     constants: MachineConstants | None,
+    far: Far = NEAR,
     core_takes: Callable[[AttentionShape, int], bool] = lambda shape, rows: False,
 ) -> Way:
     """Schedule parts, or pieces if parts would take more memory than allowed; between nodes keys
@@ -89,8 +141,8 @@ def by_parts(
     if rows is None or plan.nodes > 1:
         core = core_takes(shape, shape.sequence // plan.world_size)
         library = "mkernel" if core else library_of(shape)
-        whole = AttentionSchedule(library=library, merge_blocks=blocks)
-        return Way(whole, None if constants is None else predicted(plan, constants, core))
+        whole = AttentionSchedule(library=library, merge_blocks=blocks, **far.fields)
+        return Way(whole, None if constants is None else predicted(plan, constants, core, far))
     how = AttentionInPiecesSchedule(
         library="cudnn", merge_blocks=blocks, piece_rows=rows, slots=_MACHINE.attention.slots
     )
@@ -154,16 +206,19 @@ def times_of(plan: CommonPart, calls: CallTimes, merged: int) -> Times:
     return Times(own, calls.call_us + seen_us, merge, sent)
 
 
-def predicted(plan: CommonPart, constants: MachineConstants, core: bool = False) -> Prediction:
+def predicted(
+    plan: CommonPart, constants: MachineConstants, core: bool = False, far: Far = NEAR
+) -> Prediction:
     """Predict the work by parts. Parts arrive one after another, each in two copies followed by a
-    flag. The call on a part starts when the part has arrived and the previous call has ended; the
-    call on the own keys runs where others leave room. ``core``: calls use our own kernel."""
+    flag, and between nodes as links carry them. The call on a part starts when the part has arrived
+    and the previous call has ended; the call on the own keys runs where others leave room.
+    ``core``: calls use our own kernel."""
     world, how = plan.world_size, _MACHINE.of_plan(plan).attention
     own, part, merge, sent = times_of(plan, how.core if core else how.forward, world + 1)
-    last = 0.0
-    for peer in range(1, world):
-        last = max(last, peer * sent) + part
-    compute, copies = own + (world - 1) * part, (world - 1) * sent
+    last, arrivals = 0.0, far.arrivals(plan, sent)
+    for arrival in arrivals:
+        last = max(last, arrival) + part
+    compute, copies = own + (world - 1) * part, max(arrivals, default=0.0)
     ended = max(compute, last) + merge
     return prediction(compute + merge, copies, ended, constants.launch_us, constants)
 
@@ -217,6 +272,17 @@ def library_of(shape: AttentionShape) -> AttentionLibrary:
     """Return the library that computes attention: the faster one, unless packed documents need the
     other."""
     return "flash" if shape.documents else "cudnn"
+
+
+def check_crossing(plan: CommonPart, how: KeysSchedule) -> None:
+    """Raise ArgumentError for what a schedule says of other nodes and a call would not follow."""
+    far = {"far_rows": how.far_rows, "put_blocks": how.put_blocks, "land_blocks": how.land_blocks}
+    for name, value in far.items():
+        if (value > 0) != (plan.nodes > 1):
+            legal = "0 in one node" if value else "1 or more between nodes"
+            raise ArgumentError(f"plan.schedule.{name}", value, legal)
+    if how.exchange == "hierarchical" and 1 in (plan.nodes, plan.ranks_per_node):
+        raise ArgumentError("plan.schedule.exchange", how.exchange, "direct: there are no relays")
 
 
 def check_library(plan: CommonPart, library: AttentionLibrary | AttentionCore) -> None:

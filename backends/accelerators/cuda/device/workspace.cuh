@@ -51,7 +51,8 @@ struct Control {
     // Counters of attention's kernels (attention/core.hpp), of which two may run at a time.
     std::uint32_t counters[2][2];
     std::uint32_t pushed;  // blocks of a call's push of tokens that are done; back to 0 at its end
-    std::uint32_t reserved[23];
+    std::uint32_t crossing;  // blocks of a call's crossing of keys that run; back to 0 when all do
+    std::uint32_t reserved[22];
     // The epoch again, as a source from which copy engines copy into as many flags in a row.
     std::uint64_t epochs[kEpochCopies];
     std::uint64_t more_reserved[32];

@@ -10,7 +10,7 @@ from torch import Tensor
 from mkernel.backends.accelerators.cuda.attention.in_parts import AttentionExecutor
 from mkernel.backends.accelerators.cuda.attention.library import Seen
 from mkernel.backends.accelerators.cuda.attention.ring import Source
-from mkernel.backends.accelerators.cuda.attention.tuning import attention_shape
+from mkernel.backends.accelerators.cuda.attention.tuning import attention_shape, check_crossing
 from mkernel.backends.accelerators.cuda.native_kernels import native
 from mkernel.backends.accelerators.cuda.schedule import AttentionSchedule
 from mkernel.backends.accelerators.hopper.attention.tuning import core_takes
@@ -28,7 +28,9 @@ class AttentionCoreExecutor(AttentionExecutor):
     def checked(plan: LaunchPlan) -> AttentionSchedule:
         """Return the schedule. ArgumentError for one that a call would not follow."""
         if core_takes(attention_shape(plan)):
-            return plan.part(AttentionSchedule)
+            how = plan.part(AttentionSchedule)
+            check_crossing(plan, how)
+            return how
         return AttentionExecutor.checked(plan)
 
     def _attend(self, call: Call, source: Source, q: Tensor, causal: bool, scale: float) -> Seen:

@@ -1,12 +1,14 @@
-"""Ring attention on one rank by one kernel (kernels/attention/ring_attention.hpp), within a node.
+"""Ring attention on one rank by one kernel (kernels/attention/ring_attention.hpp).
 
 Data flow:
   k, v (own) ──copy engines, a second stream──▶ slots of the peers, chunk by chunk, a flag behind each
+             ──between nodes a kernel, on it──▶ the same, in the order of heads
   q, own k, v, and those in the slots as flags come ──one kernel──▶ out, lse; it ends the call
 
-Each query sees the own keys first, then those of the rank before this one, of the one before that,
-and so on (:mod:`.attention.ring`); nothing is rounded between them. Heads have a width of 128, and
-a rank's pieces of the sequence multiples of 128 positions.
+Each query sees the own keys first, then those of the rank of the node before this one, of the one
+before that, and so on, and then those of other nodes in the same order (:mod:`.attention.ring`);
+nothing is rounded between them. Heads have a width of 128, and a rank's pieces of the sequence
+multiples of 128 positions.
 """
 
 from __future__ import annotations
@@ -15,12 +17,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from mkernel.backends.accelerators.cuda.attention.ring import AttentionRing, Queries, ring_keys
+import torch
+
+from mkernel.backends.accelerators.cuda.attention.ring import (
+    AttentionRing,
+    Queries,
+    keys_workspace,
+)
+from mkernel.backends.accelerators.cuda.attention.tuning import check_crossing
 from mkernel.backends.accelerators.cuda.device_world import (
     DispatchContext,
     call_id,
     device_world,
-    one_node,
 )
 from mkernel.backends.accelerators.cuda.native_kernels import native
 from mkernel.backends.accelerators.cuda.operands import deliver, writable
@@ -44,7 +52,8 @@ class AttentionKernelExecutor:
         not read."""
         how = _checked(call.plan)
         self._context, self._how = context, how
-        self._ring = AttentionRing(call, context, how.chunk_rows)
+        self._by_head = self._loads = call.plan.nodes > 1
+        self._ring = AttentionRing(call, context, how.chunk_rows, far=how)
         self._world = device_world(call, context)
         # Copies within a device need room on its multiprocessors, and the kernel leaves none.
         self._copies_first = native().shares_device(context.device, self._world)
@@ -52,13 +61,17 @@ class AttentionKernelExecutor:
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
         """Return the symmetric memory that ring attention needs. Unsupported."""
-        world = one_node(plan)
         _checked(plan)
-        return Workspace((ring_keys(plan).workspace_bytes(world),))
+        return keys_workspace(plan)
 
     def start(self, call: Call, stream: int) -> None:
         """Queue one call; ``stream`` is torch's current one."""
         world = self._world.of_call(call_id(call), call.timeout_s)
+        if self._loads and not torch.cuda.is_current_stream_capturing():
+            # Its first launch loads the kernel, which may wait for running kernels, among them the
+            # one that waits for other nodes' keys.
+            self._loads = False
+            self._attend(call, world, False, stream)
         exchanges = call.view != "compute_only"
         beside = call.view == "pipelined" and not self._copies_first
         if exchanges and not beside:
@@ -90,6 +103,7 @@ class AttentionKernelExecutor:
             self._how.chunk_rows,
             self._how.blocks,
             exchanges,
+            self._by_head,
         )
         made.attend_ring(self._context.device, world, ring, stream)
         deliver(written, out)
@@ -100,4 +114,8 @@ def _checked(plan: LaunchPlan) -> AttentionKernelSchedule:
     how = plan.part(AttentionKernelSchedule)
     if not kernel_takes(plan):
         raise ArgumentError("plan.schedule.kind", repr(how.kind), "'hopper.ring_attention'")
+    check_crossing(plan, how)
+    if plan.nodes > 1 and how.chunk_rows != how.far_rows:
+        legal = f"{how.far_rows}, as far_rows is: those of the node travel as others do"
+        raise ArgumentError("plan.schedule.chunk_rows", how.chunk_rows, legal)
     return how

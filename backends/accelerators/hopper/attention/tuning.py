@@ -4,15 +4,14 @@ All functions are pure: they read a plan's sizes and ``machine.json`` (:mod:`..c
 
 Besides the ways of ``cuda`` there are two. From ``core_rows`` rows of a rank on our own kernel
 (``kernels/attention/core.hpp``) computes the parts. One kernel for the whole call is taken where its
-predicted time is shorter, within a node, for heads of 128 and pieces that are multiples of 128
-positions, in worlds of up to ``kernel_ranks``. ``MKERNEL_HOPPER_ATTENTION`` asks for parts or for the
-kernel.
+predicted time is shorter, for heads of 128 and pieces that are multiples of 128 positions.
+``MKERNEL_HOPPER_ATTENTION`` asks for parts or for the kernel.
 """
 
 from __future__ import annotations
 
 from mkernel.backends.accelerators.cuda.attention import tuning
-from mkernel.backends.accelerators.cuda.attention.tuning import Way, attention_shape, times_of
+from mkernel.backends.accelerators.cuda.attention.tuning import Far, Way, attention_shape, times_of
 from mkernel.backends.accelerators.cuda.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import AttentionKernelSchedule
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
@@ -33,17 +32,17 @@ def schedule(request: ScheduleRequest) -> Scheduled:
 
 
 def _forward(
-    plan: CommonPart, cores: int, constants: MachineConstants | None
+    plan: CommonPart, cores: int, constants: MachineConstants | None, far: Far
 ) -> tuple[Way, tuple[Alternative, ...]]:
     """Choose one kernel or parts, whichever is predicted to be faster; return the choice and both
     alternatives, if there are two."""
     wished = load_as(HopperSettings).attention
-    parts = tuning.by_parts(plan, cores, constants, _core_takes)
-    judged = plan.world_size <= _MACHINE.attention.kernel_ranks
-    if wished == "parts" or not (judged or wished == "kernel") or not kernel_takes(plan):
+    parts = tuning.by_parts(plan, cores, constants, far, _core_takes)
+    if wished == "parts" or not kernel_takes(plan):
         return parts, ()
-    how = AttentionKernelSchedule(chunk_rows=_chunk_rows(plan), blocks=cores)
-    times = None if constants is None else predicted_kernel(plan, how.chunk_rows, constants)
+    chunk_rows = far.fields.get("far_rows") or _chunk_rows(plan)
+    how = AttentionKernelSchedule(chunk_rows=chunk_rows, blocks=cores, **far.fields)
+    times = None if constants is None else predicted_kernel(plan, how.chunk_rows, constants, far)
     kernel = Way(how, times)
     sooner = (
         kernel.time_us is not None and parts.time_us is not None and kernel.time_us < parts.time_us
@@ -57,10 +56,13 @@ def _forward(
     )
 
 
-def predicted_kernel(plan: CommonPart, chunk_rows: int, constants: MachineConstants) -> Prediction:
+def predicted_kernel(
+    plan: CommonPart, chunk_rows: int, constants: MachineConstants, far: Far = tuning.NEAR
+) -> Prediction:
     """Predict the work by one kernel. Each chunk arrives in two copies followed by a flag; the last
     one is computed when it has arrived, and tiles that reach a chunk too early wait for a share of
-    all copies."""
+    all copies. Between nodes keys arrive head by head: the first head's are waited for, and other
+    nodes' keys of the last head are computed when they have arrived."""
     shape, world = attention_shape(plan), plan.world_size
     machine = _MACHINE.of_plan(plan)
     own, part, _, _ = times_of(plan, machine.attention.kernel, 0)
@@ -76,8 +78,13 @@ def predicted_kernel(plan: CommonPart, chunk_rows: int, constants: MachineConsta
         )
     )
     part -= machine.attention.kernel.call_us
-    waits = machine.attention.kernel_waits * copies
     compute = own + (world - 1) * part
+    if plan.nodes > 1:
+        head = 1 / (shape.batch * shape.kv_heads)
+        last = (world - plan.ranks_per_node) * part * head
+        ended = max(compute + far.wire_us * head, far.wire_us + last)
+        return prediction(compute, far.wire_us, ended, constants.launch_us, constants)
+    waits = machine.attention.kernel_waits * copies
     ended = max(compute + waits, copies + part * chunk_rows / rows)
     return prediction(compute, copies, ended, constants.launch_us, constants)
 
@@ -96,15 +103,15 @@ def core_takes(shape: AttentionShape) -> bool:
 
 def kernel_takes(plan: CommonPart) -> bool:
     """Return whether one kernel can compute all parts: heads of 128, no packed documents, several
-    ranks of one node, whose pieces of the sequence are whole steps and whose keys fit beside a
-    call's tensors."""
+    ranks, whose pieces of the sequence are whole steps and whose keys fit beside a call's
+    tensors."""
     shape, world = attention_shape(plan), plan.world_size
     rows = shape.sequence // world
     keys = 2 * shape.batch * shape.kv_heads * rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
     return (
         shape.head_dim == 128
         and not shape.documents
-        and plan.nodes == 1 < world
+        and world > 1
         and rows % (KERNEL_ROWS * (2 if shape.causal else 1)) == 0
         and (world - 1) * keys <= _MACHINE.attention.whole_bytes
     )

@@ -13,6 +13,7 @@
 #include "backends/accelerators/cuda/host/attention/given_rows.hpp"
 #include "backends/accelerators/cuda/host/attention/transfers.hpp"
 #include "backends/accelerators/cuda/host/bindings.hpp"
+#include "backends/accelerators/cuda/kernels/attention/crossing.hpp"
 #include "backends/accelerators/cuda/kernels/attention/parts.hpp"
 
 namespace py = pybind11;
@@ -24,6 +25,7 @@ namespace {
 using attention::check_count;
 using attention::Given;
 using attention::Keys;
+using attention::KeysCrossing;
 using attention::Merge;
 using attention::Part;
 using attention::Piece;
@@ -61,6 +63,23 @@ Merge merge(const std::vector<Part>& parts, std::uint64_t out,
     return made;
 }
 
+// `shape`: batch, heads of keys, rows, width.
+KeysCrossing keys_crossing(
+    const std::array<std::pair<std::uint64_t, std::array<std::int64_t, 3>>, 2>& tensors,
+    const std::array<std::int32_t, 4>& shape, std::int32_t chunk_rows, std::int32_t put_blocks,
+    bool causal, bool hierarchical) {
+    KeysCrossing made{};
+    made.chunks = {shape[0] * shape[1], shape[2], chunk_rows};
+    made.k = rows(tensors[0].first, tensors[0].second);
+    made.v = rows(tensors[1].first, tensors[1].second);
+    made.kv_heads = shape[1];
+    made.row_bytes = 2 * shape[3];
+    made.put_blocks = put_blocks;
+    made.causal = causal;
+    made.hierarchical = hierarchical;
+    return made;
+}
+
 Given given(std::uint64_t of, const std::array<std::int64_t, 3>& strides, std::int32_t first,
             std::int32_t count) {
     return {rows(of, strides), first, count};
@@ -94,7 +113,7 @@ void bind_attention(py::module_& module) {
         .def_readonly("bytes", &Keys::bytes)
         .def_readonly("pitch", &Keys::pitch)
         .def_readonly("count", &Keys::count)
-        .def("slot_offset", &attention::slot_offset, "world"_a, "rank"_a, "source"_a)
+        .def("slot_offset", &attention::slot_offset, "world"_a, "local"_a, "rank"_a, "source"_a)
         .def("gradient_offset", &attention::gradient_offset, "world"_a, "rank"_a, "from_rank"_a)
         .def("area_bytes", &attention::area_bytes, "world"_a)
         .def("workspace_bytes", &attention::workspace_bytes, "world"_a, "gradients"_a = false);
@@ -120,10 +139,29 @@ void bind_attention(py::module_& module) {
     module.def("push_keys", on_device(&attention::push_keys), "device"_a, "world"_a, "k"_a, "v"_a,
                "keys"_a, "zigzag"_a, "chunk"_a, "stream"_a, released);
     module.def("load_attention", on_device(&attention::load), "device"_a, released);
-    module.def("put_keys", on_device(&attention::put_keys), "device"_a, "world"_a, "k"_a, "v"_a,
-               "keys"_a, "stream"_a, released);
-    module.def("land_keys", on_device(&attention::land_keys), "device"_a, "world"_a, "source"_a,
-               "keys"_a, "stream"_a, released);
+    py::class_<KeysCrossing>(module, "KeysCrossing")
+        .def(py::init(&keys_crossing), "tensors"_a, "shape"_a, "chunk_rows"_a, "put_blocks"_a,
+             "causal"_a, "hierarchical"_a)
+        .def_property_readonly("chunks",
+                               [](const KeysCrossing& made) { return made.chunks.count(); });
+    module.def(
+        "cross_keys",
+        [](int device, const DeviceWorld& world, KeysCrossing crossing, std::uint32_t land_blocks,
+           std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            crossing.workspace = workspace_of(world);
+            crossing.limits = limits_of(world);
+            attention::cross_keys(crossing, land_blocks, cuda::stream_at(stream));
+        },
+        "device"_a, "world"_a, "crossing"_a, "land_blocks"_a, "stream"_a, released);
+    module.def(
+        "await_crossing",
+        [](int device, const DeviceWorld& world, std::uint64_t stream) {
+            const cuda::DeviceScope scope(device);
+            attention::await_crossing(workspace_of(world), limits_of(world),
+                                      cuda::stream_at(stream));
+        },
+        "device"_a, "world"_a, "stream"_a, released);
     module.def("push_piece", on_device(&attention::push_piece), "device"_a, "world"_a, "peer"_a,
                "k"_a, "v"_a, "piece"_a, "place"_a, "flag"_a, "stream"_a, released);
     module.def("tell", on_device(&attention::tell), "device"_a, "world"_a, "peer"_a, "flag"_a,
@@ -131,12 +169,13 @@ void bind_attention(py::module_& module) {
     module.def(
         "await_part",
         [](int device, const DeviceWorld& world, int source, std::uint32_t flag,
-           std::uint64_t stream) {
+           std::uint64_t stream, std::uint32_t count, std::uint32_t width, std::uint32_t stride) {
             const cuda::DeviceScope scope(device);
             attention::await_part(workspace_of(world), limits_of(world), source, flag,
-                                  cuda::stream_at(stream));
+                                  cuda::stream_at(stream), {count, 0, 0, width, stride});
         },
-        "device"_a, "world"_a, "source"_a, "flag"_a, "stream"_a, released);
+        "device"_a, "world"_a, "source"_a, "flag"_a, "stream"_a, "count"_a = 1, "width"_a = 1,
+        "stride"_a = 1, released);
     module.def("push_gradients", on_device(&attention::push_gradients), "device"_a, "world"_a,
                "owner"_a, "of_k"_a, "of_v"_a, "bytes"_a, "keys"_a, "place"_a, "flag"_a, "stream"_a,
                released);

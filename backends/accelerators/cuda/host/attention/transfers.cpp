@@ -1,6 +1,6 @@
 #include "backends/accelerators/cuda/host/attention/transfers.hpp"
 
-#include "backends/accelerators/cuda/kernels/attention/parts.hpp"
+#include "backends/accelerators/cuda/kernels/attention/crossing.hpp"
 
 #include <cuda_runtime_api.h>
 
@@ -13,9 +13,8 @@
 
 namespace mkernel::cuda::attention {
 
-std::uint64_t slot_offset(const Keys& keys, int world, int rank, int source) {
-    const int slot = (rank - source + world) % world - 1;
-    return 2 * keys.bytes * slot;
+std::uint64_t slot_offset(const Keys& keys, int world, int local, int rank, int source) {
+    return 2 * keys.bytes * slot_of(rank, source, world, local);
 }
 
 std::uint64_t gradient_offset(const Keys& keys, int world, int rank, int from) {
@@ -67,16 +66,16 @@ void push_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const
     const Workspace workspace = workspace_of(world);
     const cudaStream_t on = cuda::stream_at(stream);
     const std::uint64_t chunks = chunk == 0 ? 0 : (keys.pitch + chunk - 1) / chunk;
-    if (chunks == 0 || chunks * workspace.world > kFlags) {
+    if (chunks == 0 || chunks * workspace.world > kFlags || workspace.far() > 0) {
         throw std::invalid_argument("chunks of " + std::to_string(chunk) + " bytes of " +
                                     std::to_string(keys.pitch) + "; there are " +
-                                    std::to_string(kFlags) + " flags for all ranks");
+                                    std::to_string(kFlags) + " flags for all ranks, of one node");
     }
     for (int step = 1; step < workspace.world; ++step) {
         const int peer = (workspace.rank + step) % workspace.world;
-        if (!workspace.near(peer)) continue;
         char* const slot =
-            workspace.data(peer) + slot_offset(keys, workspace.world, peer, workspace.rank);
+            workspace.data(peer) +
+            slot_offset(keys, workspace.world, workspace.local, peer, workspace.rank);
         const std::uint64_t seen = zigzag && peer > workspace.rank ? keys.width : keys.pitch;
         auto flag = static_cast<std::uint32_t>(workspace.rank * chunks);
         for (std::uint64_t at = 0; at < seen; at += chunk) {
@@ -90,39 +89,6 @@ void push_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const
 
 std::uint64_t area_bytes(const Keys& keys, int world) {
     return 2 * keys.bytes * world;
-}
-
-void put_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
-              std::uint64_t stream) {
-    const Workspace workspace = workspace_of(world);
-    const cudaStream_t on = cuda::stream_at(stream);
-    const std::uint64_t outbox = 2 * keys.bytes * (workspace.world - 1);
-    char* to = workspace.network.area + outbox;
-    for (const std::uint64_t each : {k, v}) {
-        copied(cudaMemcpyAsync(to, reinterpret_cast<const void*>(each), keys.bytes,
-                               cudaMemcpyDefault, on),
-               keys.bytes, workspace.rank);
-        to += keys.bytes;
-    }
-    for (int step = 1; step < workspace.world; ++step) {
-        const int peer = (workspace.rank + step) % workspace.world;
-        if (workspace.near(peer)) continue;
-        put(workspace, limits_of(world), peer, static_cast<std::uint32_t>(workspace.rank), outbox,
-            slot_offset(keys, workspace.world, peer, workspace.rank), 2 * keys.bytes, on);
-    }
-}
-
-void land_keys(const DeviceWorld& world, int source, const Keys& keys, std::uint64_t stream) {
-    const Workspace workspace = workspace_of(world);
-    const cudaStream_t on = cuda::stream_at(stream);
-    const auto flag = static_cast<std::uint32_t>(source);
-    watch(workspace, limits_of(world), source, flag, on);
-    if (!workspace.network.staged) return;
-    const std::uint64_t slot = slot_offset(keys, workspace.world, workspace.rank, source);
-    copied(cudaMemcpyAsync(workspace.data(workspace.rank) + slot, workspace.network.area + slot,
-                           2 * keys.bytes, cudaMemcpyDefault, on),
-           2 * keys.bytes, workspace.rank);
-    set_flag(workspace, workspace.rank, flag, on);
 }
 
 namespace {

@@ -2,8 +2,10 @@
 // owners.
 //
 // The data area of a rank's workspace has a slot for each peer, in the order in which it consumes them: that
-// of rank r - 1 first, then r - 2, and so on, modulo the world. A slot holds K, then V, each laid out as at
-// its owner. Flag s of the workspace, which rank s sets, signals that both have arrived.
+// of rank r - 1 first, then r - 2, and so on, modulo the world; between nodes those of its node come first
+// (kernels/attention/crossing.hpp, which also moves them there). A slot holds K, then V, each laid out as at
+// its owner, but between nodes head by head. Flag s of the workspace, which rank s sets, signals that both have
+// arrived.
 //
 // After these a backward call has as many slots for what the peers contribute to the gradients of the own K
 // and V: that of rank r + 1 first, then r + 2, in the order in which they are added. A slot holds dK, then
@@ -26,8 +28,8 @@ struct Keys {
     std::uint64_t width, pitch, count;
 };
 
-// Returns where K of `source` lies at `rank`, in bytes into the data area. V is `keys.bytes` further on.
-std::uint64_t slot_offset(const Keys& keys, int world, int rank, int source);
+// Returns where K of `source` lies at `rank`, of ranks that are `local` to a node, in bytes into the data area. V is `keys.bytes` further on.
+std::uint64_t slot_offset(const Keys& keys, int world, int local, int rank, int source);
 
 // Returns where the contribution of `from` to dK of `rank` lies there, in bytes into the data area. dV is
 // `keys.bytes` further on.
@@ -44,16 +46,7 @@ inline constexpr std::uint32_t kGradientFlags = kMaxRanks;
 // staging memory that is laid out alike. After the slots there is one from which the own K and V are put.
 std::uint64_t area_bytes(const Keys& keys, int world);
 
-// Copies the own K and V into that slot, and puts them whole to every rank of another node: the rank after
-// this one first. `stream` must come after the end of the previous call. CudaError.
-void put_keys(const DeviceWorld& world, std::uint64_t k, std::uint64_t v, const Keys& keys,
-              std::uint64_t stream);
-
-// Sets flag `source` when K and V of that rank of another node have arrived and, where they were staged, have
-// been copied into their slot. Work queued later on `stream` comes after that. CudaError.
-void land_keys(const DeviceWorld& world, int source, const Keys& keys, std::uint64_t stream);
-
-// Copies the own K and V into the slot of every peer of this node, the rank after this one first, and the
+// Copies the own K and V into the slot of every peer of the only node, the rank after this one first, and the
 // epoch into the flag that follows each chunk of both; a chunk has `chunk` bytes of a stretch. `zigzag`:
 // causal, so that later ranks see the first half of the positions alone, and get no more. On the copy
 // engines; `stream` must come after the end of the previous call. CudaError; std::invalid_argument.

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "backends/accelerators/cuda/device/call.cuh"
+#include "backends/accelerators/cuda/kernels/attention/crossing.hpp"
 #include "backends/accelerators/cuda/kernels/collectives/ordered_sum.cuh"
 #include "backends/accelerators/cuda/small_launch.cuh"
 
@@ -21,32 +22,18 @@ constexpr int kElements = 8;  // that a thread has of a row
 constexpr int kVectorBytes = kElements * 2;
 constexpr int kAhead = 2;  // parts whose loads are all under way before the first is used
 
+// Runs as one warp.
 __global__ void await_part_kernel(Workspace workspace, transport::WaitLimits limits,
-                                  std::uint32_t source, std::uint32_t flag) {
-    if (threadIdx.x != 0) return;
+                                  std::uint32_t source, std::uint32_t flag,
+                                  transport::WordPattern which) {
     const auto waiter = waiter_of(workspace, limits, transport::Waiter::compute_kernel);
-    waiter.until(workspace.flags(workspace.rank)[flag], workspace.control().state.epoch,
-                 {flag, source, 0});
-}
-
-__global__ void put_kernel(const __grid_constant__ Workspace workspace,
-                           transport::WaitLimits limits, int peer, std::uint32_t flag,
-                           transport::Put bytes) {
-    if (threadIdx.x != 0) return;
-    transport::fence_system();
-    workspace.network.put(waiter_of(workspace, limits, transport::Waiter::comm_kernel), peer,
-                          kFirstArrival + flag, bytes);
-}
-
-__global__ void watch_kernel(const __grid_constant__ Workspace workspace,
-                             transport::WaitLimits limits, std::uint32_t source,
-                             std::uint32_t flag) {
-    if (threadIdx.x != 0) return;
-    const Network& network = workspace.network;
-    const auto waiter = waiter_of(workspace, limits, transport::Waiter::comm_kernel);
-    network.watch(waiter, workspace.control().state.epoch,
-                  network.staged ? workspace.landed() : workspace.flags(workspace.rank), flag, {1},
-                  {}, [&](std::uint32_t) { return source; });
+    for (std::uint32_t item = threadIdx.x; item < which.count; item += kWarp) {
+        const std::uint32_t at = which.index(item);
+        if (!waiter.until(workspace.flags(workspace.rank)[flag + at],
+                          workspace.control().state.epoch, {flag + at, source, at})) {
+            return;
+        }
+    }
 }
 
 __device__ const char* row_of(const Rows& rows, std::int64_t batch, std::int64_t head,
@@ -267,18 +254,10 @@ void check(const Sums& sums) {
     }
 }
 
-void check_far(const Workspace& workspace, int other, std::uint32_t flag) {
-    if (other >= 0 && other < workspace.world && !workspace.near(other) && flag < kFlags) return;
-    refuse("flag " + std::to_string(flag) + " of rank " + std::to_string(other) +
-           ", which is on no other node than rank " + std::to_string(workspace.rank) +
-           ", or there are but " + std::to_string(kFlags));
-}
-
 }  // namespace
 
 void load() {
-    cuda::load_kernel(put_kernel);
-    cuda::load_kernel(watch_kernel);
+    load_crossing();
     cuda::load_kernel(await_part_kernel);
     cuda::load_kernel(merge_kernel<__half>);
     cuda::load_kernel(merge_kernel<__nv_bfloat16>);
@@ -286,25 +265,12 @@ void load() {
     cuda::load_kernel(sum_kernel<__nv_bfloat16>);
 }
 
-void put(const Workspace& workspace, const transport::WaitLimits& limits, int peer,
-         std::uint32_t flag, std::uint64_t from, std::uint64_t to, std::uint64_t bytes,
-         cudaStream_t stream) {
-    check_far(workspace, peer, flag);
-    cuda::launch_small("launching a put", put_kernel, 1, 32, 0, stream, workspace, limits, peer,
-                       flag, transport::Put{from, to, bytes});
-}
-
-void watch(const Workspace& workspace, const transport::WaitLimits& limits, int source,
-           std::uint32_t flag, cudaStream_t stream) {
-    check_far(workspace, source, flag);
-    cuda::launch_small("launching a watch of another node", watch_kernel, 1, 32, 0, stream,
-                       workspace, limits, static_cast<std::uint32_t>(source), flag);
-}
-
 void await_part(const Workspace& workspace, const transport::WaitLimits& limits, int source,
-                std::uint32_t flag, cudaStream_t stream) {
-    if (flag >= kFlags) {
-        throw std::invalid_argument("flag " + std::to_string(flag) + "; there are " +
+                std::uint32_t flag, cudaStream_t stream, const transport::WordPattern& which) {
+    if (which.count < 1 || which.width < 1 || flag >= kFlags ||
+        which.index(which.count - 1) >= kFlags - flag) {
+        throw std::invalid_argument(std::to_string(which.count) + " flags from " +
+                                    std::to_string(flag) + " on; there are " +
                                     std::to_string(kFlags));
     }
     if (source < 0 || source >= workspace.world || source == workspace.rank) {
@@ -312,7 +278,7 @@ void await_part(const Workspace& workspace, const transport::WaitLimits& limits,
                                     std::to_string(workspace.rank));
     }
     cuda::launch_small("launching the wait for a part", await_part_kernel, 1, 32, 0, stream,
-                       workspace, limits, static_cast<std::uint32_t>(source), flag);
+                       workspace, limits, static_cast<std::uint32_t>(source), flag, which);
 }
 
 void merge(const Workspace& workspace, const transport::WaitLimits& limits, const Merge& merge,

@@ -85,24 +85,13 @@ struct Sums {
 // All functions here queue on the current device's `stream`, and may be captured. CudaError;
 // std::invalid_argument.
 
-// Makes later work on `stream` wait until `source` has set that flag in the running call, and see what was
-// copied before the flag.
+// Makes later work on `stream` wait until those flags of `source`, from `flag` on, are set in the running call, and see what
+// was copied before them.
 void await_part(const Workspace& workspace, const transport::WaitLimits& limits, int source,
-                std::uint32_t flag, cudaStream_t stream);
+                std::uint32_t flag, cudaStream_t stream, const transport::WordPattern& which = {1});
 
 // Loads all kernels here to the current device, before the first call between nodes (host/moe/ops.hpp: load).
 void load();
-
-// Puts `bytes` of the own area, from `from` on, into that of `peer`, a rank of another node, at `to`, and
-// adds to the word of flag `flag` there. Everything queued earlier on `stream` is put.
-void put(const Workspace& workspace, const transport::WaitLimits& limits, int peer,
-         std::uint32_t flag, std::uint64_t from, std::uint64_t to, std::uint64_t bytes,
-         cudaStream_t stream);
-
-// Sets flag `flag`, or the landed one of that number where areas are staged, when `source`, a rank of another
-// node, has put the data that it stands for.
-void watch(const Workspace& workspace, const transport::WaitLimits& limits, int source,
-           std::uint32_t flag, cudaStream_t stream);
 
 // Merges, on `blocks` blocks. `ends`: it also ends the call (device/call.cuh).
 void merge(const Workspace& workspace, const transport::WaitLimits& limits, const Merge& merge,

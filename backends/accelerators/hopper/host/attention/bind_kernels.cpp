@@ -50,7 +50,8 @@ Core core(const std::array<RowsAt, 4>& tensors, std::uint64_t lse, std::uint64_t
 }
 
 Ring ring(const Core& core, const std::vector<RingPart>& parts, const RowsAt& slots,
-          std::int64_t values, std::int32_t chunk_rows, std::int32_t blocks, bool exchanges) {
+          std::int64_t values, std::int32_t chunk_rows, std::int32_t blocks, bool exchanges,
+          bool by_head) {
     Ring made{};
     if (parts.size() > made.parts.size()) check_count(parts.size() + 1);
     made.core = core;
@@ -60,6 +61,7 @@ Ring ring(const Core& core, const std::vector<RingPart>& parts, const RowsAt& sl
     made.chunk_rows = chunk_rows;
     made.blocks = blocks;
     made.exchanges = exchanges;
+    made.by_head = by_head;
     return made;
 }
 
@@ -76,7 +78,7 @@ void bind_attention(py::module_& module) {
              "source"_a, "first"_a, "keys"_a);
     py::class_<Ring>(module, "Ring")
         .def(py::init(&ring), "core"_a, "parts"_a, "slots"_a, "values"_a, "chunk_rows"_a,
-             "blocks"_a, "exchanges"_a);
+             "blocks"_a, "exchanges"_a, "by_head"_a = false);
     module.attr("COUNTERS_OFFSET") = offsetof(Control, counters);
     module.attr("COUNTERS_BYTES") = sizeof(Control::counters[0]);
 

@@ -52,9 +52,13 @@ void attend_ring(const DeviceWorld& world, const Ring& ring, cudaStream_t stream
     args.parts = ring.parts;
     args.count = ring.count;
     args.chunk_rows = ring.chunk_rows;
-    args.chunks = (core.keys + ring.chunk_rows - 1) / ring.chunk_rows;
+    args.of_head = args.chunks = (core.keys + ring.chunk_rows - 1) / ring.chunk_rows;
+    if (ring.by_head) {
+        args.chunks *= core.batch * core.kv_heads;
+        args.core.section = core.heads / core.kv_heads;  // whose keys come together
+    }
     args.exchanges = ring.exchanges;
-    launch_ring(args, ring.blocks, core.causal, core.half, stream);
+    launch_ring(args, ring.blocks, core.causal, core.half, ring.by_head, stream);
 }
 
 }  // namespace mkernel::hopper::attention

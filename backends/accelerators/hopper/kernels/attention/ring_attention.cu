@@ -8,9 +8,9 @@
 namespace mkernel::hopper::attention {
 namespace {
 
-template <class Element, bool kCausal>
+template <class Element, bool kCausal, bool kByHead>
 void launch(const RingArgs& args, int blocks, cudaStream_t stream) {
-    const auto kernel = &ring_attention<Element, kCausal>;
+    const auto kernel = &ring_attention<Element, kCausal, kByHead>;
     int processors = 0;
     cuda::check(
         Prepared::find(reinterpret_cast<const void*>(kernel), sizeof(RingShared), processors),
@@ -21,16 +21,23 @@ void launch(const RingArgs& args, int blocks, cudaStream_t stream) {
     cuda::check(cudaGetLastError(), "ring attention");
 }
 
+template <class Element>
+void launch(const RingArgs& args, int blocks, bool causal, bool by_head, cudaStream_t stream) {
+    if (by_head) {
+        causal ? launch<Element, true, true>(args, blocks, stream)
+               : launch<Element, false, true>(args, blocks, stream);
+    } else {
+        causal ? launch<Element, true, false>(args, blocks, stream)
+               : launch<Element, false, false>(args, blocks, stream);
+    }
+}
+
 }  // namespace
 
-void launch_ring(const RingArgs& args, int blocks, bool causal, bool half, cudaStream_t stream) {
-    if (half) {
-        causal ? launch<__half, true>(args, blocks, stream)
-               : launch<__half, false>(args, blocks, stream);
-    } else {
-        causal ? launch<__nv_bfloat16, true>(args, blocks, stream)
-               : launch<__nv_bfloat16, false>(args, blocks, stream);
-    }
+void launch_ring(const RingArgs& args, int blocks, bool causal, bool half, bool by_head,
+                 cudaStream_t stream) {
+    half ? launch<__half>(args, blocks, causal, by_head, stream)
+         : launch<__nv_bfloat16>(args, blocks, causal, by_head, stream);
 }
 
 }  // namespace mkernel::hopper::attention

@@ -19,8 +19,10 @@ struct RingShared {
 };
 static_assert(sizeof(RingShared) <= kSharedBytes);
 
-// The loader, driven by one thread.
-template <bool kCausal>
+// The loader, driven by one thread. kByHead: each head's chunks have flags of their own, and tiles come in the order of heads
+// of keys, so that a chunk whose number is lower than that of one that was waited for has been waited for, too, or
+// is not needed any more.
+template <bool kCausal, bool kByHead>
 class RingLoader {
   public:
     __device__ RingLoader(const RingArgs& args, RingShared& shared)
@@ -55,8 +57,12 @@ class RingLoader {
 
     __device__ void load(const CoreTile& tile, int part) {
         const int keys = args_.parts[part].keys;
+        int first = 0;
+        if constexpr (kByHead) {
+            first = (tile.batch * args_.core.kv_heads + tile.kv_head) * args_.of_head;
+        }
         for (int row = 0; row < keys; row += kCoreKeys) {
-            await(part, row / args_.chunk_rows);
+            await(part, first + row / args_.chunk_rows);
             const auto of = [&](int set) {
                 return [&, set](unsigned char* to, ptx::Mbarrier* full, int column) {
                     ptx::load_box(to, &args_.slots, full, column, row, tile.kv_head, tile.batch,
@@ -88,7 +94,7 @@ class RingLoader {
     bool going_ = true;
 };
 
-template <class Element, bool kCausal>
+template <class Element, bool kCausal, bool kByHead>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     ring_attention(const __grid_constant__ RingArgs args) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -101,7 +107,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     if (threadIdx.x < kWarpgroup) {
         ptx::fewer_registers<40>();
         if (threadIdx.x != 0) return;
-        RingLoader<kCausal>(args, shared).run();
+        RingLoader<kCausal, kByHead>(args, shared).run();
         shared.written.wait(0);
         if (!args.exchanges) return;
         const auto waiter =

@@ -1,8 +1,9 @@
-// Ring attention by one kernel: out = softmax(scale q kᵀ) v of the own queries and the keys of all ranks of a node, and the
+// Ring attention by one kernel: out = softmax(scale q kᵀ) v of the own queries and the keys of all ranks, and the
 // log-sum-exp of their scores.
 //
 // Data flow:
 //   k, v (own) ──copy engines──▶ slot of every peer's workspace, chunk by chunk, a flag after each (host/attention/transfers.hpp)
+//     between nodes ──crossing──▶ the same, but a chunk is of one head (cuda/kernels/attention/crossing.hpp)
 //   q, own k, v, then what is in the slots, as flags come ──one persistent kernel──▶ out, lse; it ends the call
 //
 // A tile of queries takes the own keys first, then those of the parts in their order, whichever have arrived:
@@ -32,6 +33,7 @@ struct Ring {
     RingParts parts;
     std::int32_t count;       // of them
     std::int32_t chunk_rows;  // of a rank's rows; each has a flag (host/attention/transfers.hpp)
+    bool by_head;             // each of a head's (cuda/kernels/attention/crossing.hpp)
     std::int32_t blocks;      // at most; 0: one a multiprocessor
     bool exchanges;           // waits for flags and ends the call, else parts are taken as they lie
 };
@@ -46,10 +48,12 @@ struct RingArgs {
     Workspace workspace;
     transport::WaitLimits limits;
     RingParts parts;
-    std::int32_t count, chunk_rows, chunks;
+    std::int32_t count, chunk_rows, chunks;  // chunks of a rank
     bool exchanges;
+    std::int32_t of_head;  // chunks of a head, if each has its own
 };
 
-void launch_ring(const RingArgs& args, int blocks, bool causal, bool half, cudaStream_t stream);
+void launch_ring(const RingArgs& args, int blocks, bool causal, bool half, bool by_head,
+                 cudaStream_t stream);
 
 }  // namespace mkernel::hopper::attention
