@@ -35,7 +35,8 @@ from mkernel.backends.runtime.threads import Thread
 from mkernel.errors import ArgumentError, MkernelError, PeerFailure, Timeout, Unsupported
 from mkernel.host_limits import check_descriptors, check_loopback
 from mkernel.plan.arguments import check_world
-from mkernel.settings import MAX_LAUNCHED, Settings, check_timeout
+from mkernel.selection import SOFT
+from mkernel.settings import AUTO, MAX_LAUNCHED, Settings, check_timeout
 from mkernel.settings import load as load_settings
 from mkernel.world import lifecycle
 
@@ -122,7 +123,7 @@ def report(payload: Any) -> None:
 def launch(
     fn: Callable[..., T],
     *args: Any,
-    nodes: int = 1,
+    nodes: int | None = None,
     ranks_per_node: int = 1,
     accelerator: str | Sequence[str] | None = None,
     nic: str | None = None,
@@ -140,6 +141,8 @@ def launch(
     Args:
         fn: importable by name from a module (it travels by pickle, as do arguments and results), so not
             one that was typed at a prompt.
+        nodes: by default 1; or where the ranks' devices do not all reach each other's memory, as many
+            as reach each other, and ``ranks_per_node`` is the number of all ranks.
         timeout_s: deadline of every wait inside the world, in seconds.
         on_report: called here with (rank, payload) for each :func:`report` of a rank.
 
@@ -170,7 +173,13 @@ def launch(
             "it from the main process"
         )
     settings = settings or load_settings()
-    check_ranks(nodes, ranks_per_node, settings.ranks_per_cpu)
+    check_ranks(1 if nodes is None else nodes, ranks_per_node, settings.ranks_per_cpu)
+    if nodes is None:
+        each = lifecycle.ranks_together(accelerator, ranks_per_node, settings)
+        if each is not None and (verbs or settings.verbs) == AUTO:
+            verbs = SOFT
+        size, ranks_per_node = ranks_per_node, each or ranks_per_node
+        nodes = size // ranks_per_node
     if timeout_s is not None:
         check_timeout("timeout_s", timeout_s)
         settings = settings.model_copy(update={"timeout_s": timeout_s})

@@ -167,11 +167,21 @@ class _Wanted(NamedTuple):
     def together(self, settings: Settings, ranks: int | None) -> int | None:
         """Return how many ranks of a host are a node, where they do not all reach each other's memory
         and the caller leaves the nodes open; else None. ``ranks``: of a host; None: one a device."""
-        if self.nodes or self.ranks_per_node or settings.nodes or ranks == 1:
+        if self.nodes or self.ranks_per_node or settings.nodes:
             return None
-        name, *_ = selection.accelerator_names(self.accelerator or settings.accelerator)
-        name = selection.chosen_accelerator() if name == AUTO else name
-        return machine.ranks_together(registry.accelerator(name), ranks, settings)
+        return ranks_together(self.accelerator, ranks, settings)
+
+
+def ranks_together(
+    accelerator: str | Sequence[str] | None, ranks: int | None, settings: Settings
+) -> int | None:
+    """Return :func:`mkernel.machine.ranks_together` of the accelerator that a user names, or of the
+    setting's, the first where they are several."""
+    if ranks == 1:
+        return None
+    name, *_ = selection.accelerator_names(accelerator or settings.accelerator)
+    name = selection.chosen_accelerator() if name == AUTO else name
+    return machine.ranks_together(registry.accelerator(name), ranks, settings)
 
 
 def _of_job(wanted: _Wanted, settings: Settings, stores: tuple[Store, Store] | None) -> World:

@@ -99,6 +99,12 @@ def test_pairs_that_reach_each_other_are_nodes(port: int) -> None:
         assert told.error <= LIMIT
 
 
+def test_launched_ranks_are_split_too() -> None:
+    for told in mkernel.launch(found, ranks_per_node=4, accelerator=BACKEND, timeout_s=TOLD_S):
+        assert told[:4] == (2, 2, "soft", ["nic", "p2p"])
+        assert told.error <= LIMIT
+
+
 @pytest.mark.parametrize(
     ("members", "world"),
     [

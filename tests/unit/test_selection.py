@@ -300,6 +300,31 @@ def test_what_is_named_is_taken(install: Install) -> None:
     assert selection.nic_and_verbs(Settings(), "cx7") == ("cx7", "soft"), "it drives no EFA device"
 
 
+def test_nodes_of_one_host_are_joined_in_its_memory(install: Install) -> None:
+    """Where they are nodes because devices do not reach each other, unless someone says otherwise."""
+    install(devices=ports("cx", 2))
+    for settings, named, verbs in (
+        (Settings(), None, "soft"),
+        (Settings(), "system", "system"),
+        (Settings(verbs="system"), None, "system"),
+    ):
+        found = selection.backends(settings, 2, verbs=named, by_host=True)
+        assert (found.nic, found.verbs) == ("cx7", verbs)
+    assert selection.backends(Settings(), 2).verbs == "system"
+
+
+def test_an_op_of_one_node_goes_elsewhere_where_devices_are_nodes(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Accelerator(20)
+    first.capabilities().one_node_ops = ("moe_combine",)
+    install({"first": first, "streams": Accelerator(10)})
+    for nodes, wanted in ((1, "first"), (4, "streams")):
+        monkeypatch.setattr(selection, "usual_world", lambda *_, nodes=nodes: (nodes, 1))
+        assert selection.accelerator_here("moe_combine", Settings(), None) == wanted
+        assert selection.accelerator_here("gemm_all_reduce", Settings(), None) == "first"
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("accelerator", ["ascend", "streams"])
 def test_a_misspelt_nic_is_told_where_none_is_used(accelerator: str, nodes: int) -> None:
