@@ -132,7 +132,7 @@ class Pipeline:
         grouped: what a rank sends to all others leaves as one message a chunk, with one signal.
         exchange: the exchange between nodes.
         returns: the way home of results of MoE GEMM+combine.
-        whole_tokens: all tokens of a dispatch travel to every rank.
+        whole_tokens: all tokens of a dispatch travel to every rank, or sums of all tokens come home.
     """
 
     order: ConsumptionOrder

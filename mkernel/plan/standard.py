@@ -218,6 +218,7 @@ def by_rows(
     orders: tuple[Runs, ...] = ("node",),
     one_kernel_per_chunk: bool = False,
     grouped: bool = False,
+    whole_tokens: bool = False,
 ) -> Scheduled:
     """Decide chunks of rows, order and cores, and make a :class:`RowSchedule`.
 
@@ -227,6 +228,7 @@ def by_rows(
         orders: orders of sources that launches can follow, the default first.
         one_kernel_per_chunk: each chunk is computed by a kernel of its own.
         grouped: messages to all peers leave as one, chunk by chunk.
+        whole_tokens: as of :class:`mkernel.plan.traffic.Way`.
     """
     plan = request.plan
     rows = row_chunk(plan.shape, plan.world_size, request.chunk, chunks)
@@ -237,7 +239,7 @@ def by_rows(
             cuts.sort(reverse=True)
     usual = _usual(
         request, orders, rows_per_chunk=rows,
-        one_kernel_per_chunk=one_kernel_per_chunk, grouped=grouped,
+        one_kernel_per_chunk=one_kernel_per_chunk, grouped=grouped, whole_tokens=whole_tokens,
     )  # fmt: skip
     found, prediction, alternatives = _decided(request, usual, (), cuts, orders)
     schedule = RowSchedule(

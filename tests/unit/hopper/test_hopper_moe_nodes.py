@@ -150,9 +150,11 @@ def test_relays_add_a_piece_behind_that_of_their_neighbours(
     plan = planned(op, each=EACH, exchange="hierarchical", chunk=5)  # of 12 tokens
     here = SimpleNamespace(of_call=lambda *given: None)
     monkeypatch.setattr(moe, "device_world", lambda *given: here)
-    steps = []
-    started.moe_home = lambda *given: steps.append(given[3].name)  # type: ignore[method-assign]
-    started.send_outbox = lambda *given, piece: steps.append(piece)  # type: ignore[method-assign]
+    steps: list[Any] = []
+    vars(started).update(
+        moe_home=lambda *given: steps.append(given[3].name),
+        send_outbox=lambda *given, piece: steps.append(piece),
+    )
     start(plan, relayed_call(plan, 1, torch.zeros(12, SIZES["top_k"], dtype=torch.int32)))
     rows, relay = "sum_rows", "relay_sums"
     assert steps == [rows, rows, relay, 0, rows, relay, 1, relay, 2, "sum_ranks"]
@@ -409,6 +411,9 @@ def test_sums_of_nodes_are_kept_and_rounded_as_the_plan_says(op: str, backend: A
     assert areas["direct"] - areas["auto"] == 15 * 4096 * row
     carried = {name: traffic_of(plan).sent(0, 8) for name, plan in found.items()}
     assert carried["auto"] == carried["direct"] == 4096 * (row + 8 * 4)
+    times = {name: plan.prediction.comm_us for name, plan in found.items() if plan.prediction}
+    # Sums of all tokens travel, once for each rank, or each node.
+    assert 7 < times["direct"] / times["hierarchical"] < 8.5
     assert traffic_of(found["auto"]).sent(0, 9) == 0 < traffic_of(found["direct"]).sent(0, 9)
 
 

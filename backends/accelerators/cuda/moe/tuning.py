@@ -69,7 +69,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     plan = request.plan
     check_size(plan)
     check_scaled(plan)
-    found = by_rows(request, chunks=1)
+    found = by_rows(request, chunks=1, whole_tokens=whole_sums(plan))
     blocks = found.pipeline.compute_blocks * SUM_BLOCKS_A_CORE
     if isinstance(plan.shape, MoeShape | GemmCombineShape):
         _check_groups(plan, plan.shape.experts // plan.world_size)
@@ -113,6 +113,11 @@ def piece_rows(plan: CommonPart, chunk: int | None) -> int:
     width = shape.features if isinstance(shape, CombineShape) else shape.hidden
     least = chunk or -(-LEAST_PIECE_BYTES // row_bytes(width, scaled=False))
     return min(shape.tokens, max(least, -(-shape.tokens // MOST_PIECES)))
+
+
+def whole_sums(plan: CommonPart) -> bool:
+    """Return whether sums of all tokens come home, as they do between nodes."""
+    return plan.nodes > 1 and isinstance(plan.shape, CombineShape | GemmCombineShape)
 
 
 def returning(plan: CommonPart, pipeline: Pipeline, chunk: int | None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from mkernel.backends.accelerators.cuda.moe.tuning import (
     returning,
     row_bytes,
     travel_us,
+    whole_sums,
     with_tokens,
 )
 from mkernel.backends.accelerators.hopper.schedule import (
@@ -49,7 +50,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         return cuda.schedule(request)
     check_size(plan)
     check_scaled(plan)
-    found = by_rows(request, chunks=1)
+    found = by_rows(request, chunks=1, whole_tokens=whole_sums(plan))
     processors = found.pipeline.compute_blocks
     made: Schedule
     if isinstance(plan.shape, MoeShape):
