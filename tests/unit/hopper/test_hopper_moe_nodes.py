@@ -150,9 +150,11 @@ def test_relays_add_a_piece_behind_that_of_their_neighbours(
     plan = planned(op, each=EACH, exchange="hierarchical", chunk=5)  # of 12 tokens
     here = SimpleNamespace(of_call=lambda *given: None)
     monkeypatch.setattr(moe, "device_world", lambda *given: here)
-    steps = []
-    started.moe_home = lambda *given: steps.append(given[3].name)  # type: ignore[method-assign]
-    started.send_outbox = lambda *given, piece: steps.append(piece)  # type: ignore[method-assign]
+    steps: list[Any] = []
+    vars(started).update(
+        moe_home=lambda *given: steps.append(given[3].name),
+        send_outbox=lambda *given, piece: steps.append(piece),
+    )
     start(plan, relayed_call(plan, 1, torch.zeros(12, SIZES["top_k"], dtype=torch.int32)))
     rows, relay = "sum_rows", "relay_sums"
     assert steps == [rows, rows, relay, 0, rows, relay, 1, relay, 2, "sum_ranks"]
