@@ -10,9 +10,10 @@ from plan_worlds import CAPABILITIES, make
 
 from mkernel.backends.contracts.tree import tree_sum
 from mkernel.errors import ArgumentError, DtypeError, ShapeError, Unsupported
-from mkernel.plan.arguments import check_segments, promised
+from mkernel.plan.arguments import Around, check_segments, promised
 from mkernel.plan.invariance import Invariant, encoded, pairs, resolved, segments_of
 from mkernel.plan.model import LaunchPlan, Scales
+from mkernel.plan.traffic import traffic_of
 from mkernel.settings import Settings
 
 PROMISED = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_reduce")
@@ -58,7 +59,7 @@ def test_other_arguments_of_registered_ops_are_refused(text: str) -> None:
 
 def test_what_a_plan_keeps_is_what_decides_bits() -> None:
     plan = make()
-    claims = CAPABILITIES.model_copy(update={"invariant_ops": PROMISED})
+    claims = CAPABILITIES.model_copy(update={"invariant_ops": PROMISED, "ops": PROMISED})
 
     def of(op: Any, wanted: Invariant, ranks: int, out: Any = "bfloat16") -> Invariant | None:
         return promised(op, wanted, "bfloat16", out, ranks, claims, "mine")
@@ -77,6 +78,17 @@ def test_what_a_plan_keeps_is_what_decides_bits() -> None:
         of("gemm_reduce_scatter", Invariant(8), 6)
     with pytest.raises(DtypeError, match="out_dtype = float64"):
         of("all_gather_gemm", Invariant(), 2, "float64")
+    sums = make(
+        op="gemm_reduce_scatter", capabilities=claims, dtype="bfloat16", out_dtype="float32",
+        around=Around(invariant=Invariant(8, "bfloat16")),
+    )  # fmt: skip
+    usual = make(
+        op="gemm_reduce_scatter", capabilities=claims, dtype="bfloat16", out_dtype="float32"
+    )
+    assert sums.invariant == Invariant(8, "bfloat16")
+    assert sums.world_size == 4
+    half, whole = (traffic_of(each).sent(0, 1) for each in (sums, usual))
+    assert 2 * half == whole
     other = plan.model_copy(update={"invariant": Invariant(8, "float32")})
     more = plan.model_copy(update={"invariant": Invariant(8, "float16")})
     assert len({each.digest() for each in (plan, other, more)}) == 3
