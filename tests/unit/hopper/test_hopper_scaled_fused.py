@@ -101,9 +101,9 @@ def test_tiles_that_add_with_other_bits_are_refused(op: str, made: Any) -> None:
     for fast, tiling in others:
         plan = planned(op, fast=fast, path="fused", float32=True, m=256)
         assert isinstance(plan.schedule, GatherSchedule | ReduceSchedule)
-        gemm._product(plan, plan.schedule, plan.schedule.tiling)
+        gemm.product_of(plan, plan.schedule, plan.schedule.tiling)
         with pytest.raises(ArgumentError, match=r"plan\.schedule\.tiling"):
-            gemm._product(plan, plan.schedule, tiling)
+            gemm.product_of(plan, plan.schedule, tiling)
 
 
 @every_op

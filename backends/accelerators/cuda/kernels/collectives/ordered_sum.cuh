@@ -47,32 +47,29 @@ template <class Node>
 class Tree {
   public:
     __device__ void add(uint4 term) {
-        bool open = true;
-#pragma unroll
-        for (int level = 0; level < kLevels; ++level) {
-            if (open && (count_ >> level & 1) != 0) {
-                float sum[8] = {};
-                add_eight<Node>(sum, nodes_[level]);
-                add_eight<Node>(sum, term);
-                term = round_eight<Node>(sum);
-            } else if (open) {
-                open = false;
-                nodes_[level] = term;
-            }
+        top_ = 0;
+#pragma unroll 1
+        for (; (count_ >> top_ & 1) != 0; ++top_) {
+            float sum[8] = {};
+            add_eight<Node>(sum, nodes_[top_]);
+            add_eight<Node>(sum, term);
+            term = round_eight<Node>(sum);
         }
+        nodes_[top_] = term;
         ++count_;
-        root_ = term;
     }
     __device__ void add(const Eight<Node>& term) { add(term.v[0]); }
     // Adds the root of what has been added.
-    __device__ void add_root_to(float (&sum)[8]) const { add_eight<Node>(sum, root_); }
+    __device__ void add_root_to(float (&sum)[8]) const { add_eight<Node>(sum, nodes_[top_]); }
 
   private:
-    static constexpr int kLevels = 4;
-    static_assert(kMaxRanks <= 1 << kLevels);
+    static constexpr int kLevels = 5;
+    static_assert(kMaxRanks < 1 << kLevels);
 
-    uint4 nodes_[kLevels];  // of each level, the left one that waits for the right one
-    uint4 root_;
+    // Of each level, the left one that waits for the right one. They lie in local memory, which a few hits of the cache
+    // cost less than the registers that whatever is loaded ahead of a wait would lack.
+    uint4 nodes_[kLevels];
+    int top_ = 0;  // the level of the node that was made last
     int count_ = 0;
 };
 
@@ -143,7 +140,7 @@ struct RowOfChunk {
 template <bool kBias, class In, class Out, bool kTree = false>
 __device__ void sum_to_each(const Transfers& transfers, int world, std::uint32_t nbytes, int count,
                             const RowOfChunk<Out>& bias, bool aligned) {
-    constexpr int kBatch = kTree ? 1 : sizeof(In) == 2 ? 4 : 2;  // loads under way, 16 registers
+    constexpr int kBatch = sizeof(In) == 2 ? 4 : 2;  // loads under way, 16 registers
     constexpr std::uint32_t kWhole = 8 * sizeof(In);
     constexpr std::uint32_t kNarrower = sizeof(In) / sizeof(Out);
     const std::uint32_t whole = aligned ? nbytes / kWhole * kWhole : 0;
