@@ -135,7 +135,7 @@ def attended(
         work.call()
         mkernel.synchronize()
         plan = shape.planned()
-        put = dict(_carried() - before)
+        put: dict[int, float] = dict(_carried() - before)
         found.append((work.failure(0), put, _far(plan), plan.part(KeysSchedule).exchange))
     return found
 
@@ -159,8 +159,8 @@ def dispatched(shapes: list[Moe]) -> list[tuple[dict[int, float], dict[int, floa
         mkernel.synchronize()
         ids = [work.moe._ids(rank, 0).tolist() for rank in range(world.size)]
         routed = RoutedTokens(ids, shape.experts * world.size, plans[-1].nodes)
-        put, exchange = dict(_carried() - before), plans[-1].part(TokenSchedule).exchange
-        found.append((put, _far(plans[-1], routed), exchange))
+        put: dict[int, float] = dict(_carried() - before)
+        found.append((put, _far(plans[-1], routed), plans[-1].part(TokenSchedule).exchange))
     return found
 
 
