@@ -136,7 +136,7 @@ def attended(
         work.call()
         mkernel.synchronize()
         plan = shape.planned()
-        put = dict(_carried() - before)
+        put: dict[int, float] = dict(_carried() - before)
         found.append((work.failure(0), put, _far(plan), plan.part(KeysSchedule).exchange))
     return found
 

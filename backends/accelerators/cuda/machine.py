@@ -92,16 +92,19 @@ class Attention(Sourced):
     kernel_waits: float = Field(
         ge=0, description="for keys, of the time that their copies take, within that kernel"
     )
+    kernel_ranks: int = Field(ge=1, description="of a world, up to which that kernel was judged")
     chunk_bytes: int = Field(
         ge=1, description="of keys, and of values, that travel at a time for that kernel, at least"
     )
+    # Estimates, never measured.
     far_bytes: int = Field(
+        1 << 20,
         ge=1,
         description="of keys and values of a head that travel at a time between nodes, at least",
     )
-    put_blocks: int = Field(ge=1, description="that send them")
+    put_blocks: int = Field(8, ge=1, description="that send them")
     land_blocks: int = Field(
-        ge=1, description="that copy what another node sent, to where it is read or to neighbours"
+        4, ge=1, description="that copy what other nodes sent to where it is read, or to neighbours"
     )
     merge_us: float = Field(
         ge=0, description="start and end of the merge, the peers' last word included"

@@ -242,6 +242,8 @@ class World {
                         peer.words[command.signal].add(command.value);
                     }
                     each->ring.release();
+                    // Who does not wait for both puts of a chunk reads before the second.
+                    std::this_thread::sleep_for(std::chrono::microseconds(200));
                 }
             }
             if (!any) std::this_thread::sleep_for(std::chrono::microseconds(100));

@@ -344,6 +344,9 @@ def test_a_plan_says_what_either_way_takes(monkeypatch: pytest.MonkeyPatch) -> N
     assert parts.predicted_us is not None
     assert kernel.predicted_us is not None
     assert 400 < kernel.predicted_us < parts.predicted_us < 550
+    assert (parts.why, kernel.why) == ("", "")
+    planned(4, **CHOSEN)
+    assert "never judged" in noted[-1].alternatives[-1].why
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])

@@ -81,19 +81,27 @@ class AttentionRing:
         self._flags = 1  # of a rank's keys and values that arrive whole
         if self._far is not None:
             native().load_attention(context.device)
-            self._flags = self._crossing(call).chunks
+            self._flags = self._crossing(*self.given(call)).chunks
         self.sources = tuple(self._sources())
 
-    def push(self, call: Call, world: _kernels.DeviceWorld, stream: int) -> None:
+    @staticmethod
+    def given(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a call's keys and values as they are sent, which may be copies made on torch's
+        current stream. They are kept until that stream is ordered after their way."""
+        return aligned(call.tensors["k"]), aligned(call.tensors["v"])
+
+    def push(
+        self, world: _kernels.DeviceWorld, k: torch.Tensor, v: torch.Tensor, stream: int
+    ) -> None:
         """Send the own keys and values to every peer, with a flag after each chunk; land the data
         that other nodes send."""
         made = native()
         if self._far is not None:
-            crossing, blocks = self._crossing(call), self._far.land_blocks
+            crossing, blocks = self._crossing(k, v), self._far.land_blocks
             made.cross_keys(self._device, world, crossing, blocks, stream)
             return
-        k, v = (call.tensors[name].data_ptr() for name in "kv")
-        made.push_keys(self._device, world, k, v, self.keys, self.causal, self._chunk, stream)
+        at = k.data_ptr(), v.data_ptr()
+        made.push_keys(self._device, world, *at, self.keys, self.causal, self._chunk, stream)
 
     def wait(self, world: _kernels.DeviceWorld, source: Source, stream: int) -> None:
         """Make work that follows on ``stream`` wait for all of the source's data, sent in one chunk
@@ -110,7 +118,7 @@ class AttentionRing:
 
     def exchange(self, call: Call, world: _kernels.DeviceWorld, stream: int) -> None:
         """Send the own keys and values, and wait for those of every source."""
-        self.push(call, world, stream)
+        self.push(world, *self.given(call), stream)
         for source in self.sources:
             self.wait(world, source, stream)
 
@@ -126,10 +134,11 @@ class AttentionRing:
     def sending(self, call: Call, world: _kernels.DeviceWorld, stream: int) -> Iterator[None]:
         """Send the own keys and values on the second stream meanwhile; at the end ``stream`` waits
         for it. What sends them to other nodes runs before any work that follows on ``stream``."""
+        sent = self.given(call)
         with ExitStack() as ends:
             travelling = self._order.fork(stream)
             ends.callback(self._order.join, stream)
-            self.push(call, world, travelling)
+            self.push(world, *sent, travelling)
             if self._far is not None:
                 native().await_crossing(self._device, world, stream)
             yield
@@ -151,10 +160,9 @@ class AttentionRing:
         the own data area; between nodes packed head by head. ``heads``: replaces Hkv."""
         return lying(self._plan, self._workspace, offset, rows, heads)
 
-    def _crossing(self, call: Call) -> _kernels.KeysCrossing:
+    def _crossing(self, k: torch.Tensor, v: torch.Tensor) -> _kernels.KeysCrossing:
         """Describe how a call's own keys and values leave, and those of others land."""
         assert self._far is not None
-        k, v = (aligned(call.tensors[name]) for name in "kv")
         made: _kernels.KeysCrossing = native().KeysCrossing(
             [(each.data_ptr(), each.stride()[:3]) for each in (k, v)],
             tuple(k.shape),

@@ -75,7 +75,7 @@ class AttentionKernelExecutor:
         exchanges = call.view != "compute_only"
         beside = call.view == "pipelined" and not self._copies_first
         if exchanges and not beside:
-            self._ring.push(call, world, stream)
+            self._ring.push(world, *self._ring.given(call), stream)
         with self._ring.sending(call, world, stream) if beside else nullcontext():
             self._attend(call, world, exchanges, stream)
 

@@ -48,9 +48,14 @@ def _forward(
         kernel.time_us is not None and parts.time_us is not None and kernel.time_us < parts.time_us
     )
     chosen = kernel if wished == "kernel" or sooner else parts
+    judged = plan.nodes == 1 and plan.world_size <= _MACHINE.attention.kernel_ranks
     return chosen, tuple(
         Alternative(
-            decision="attention", option=name, predicted_us=way.time_us, chosen=way is chosen
+            decision="attention",
+            option=name,
+            predicted_us=way.time_us,
+            chosen=way is chosen,
+            why="" if judged or way is parts else "the kernel was never judged in such a world",
         )
         for name, way in (("parts", parts), ("kernel", kernel))
     )
