@@ -16,6 +16,7 @@ from mkernel.backends.contracts.nic import NicBackend
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.mixed import JOINT
 from mkernel.plan.ops import READS_OF
 from mkernel.printable import one_line
 from mkernel.settings import AUTO, Settings
@@ -78,6 +79,19 @@ def backends(
     if nodes == 1 or registry.accelerator(name).capabilities().process_group:
         return Backends(name, None, None, companions)
     return Backends(name, *nic_and_verbs(settings, nic, verbs), companions)
+
+
+def of_node(given: str | Sequence[str], node: int, nodes: int) -> str | Sequence[str]:
+    """Return what a user names for one of the nodes: ``hopper+streams`` names unlike ones, which share
+    all nodes evenly in this order. ArgumentError."""
+    if not isinstance(given, str) or JOINT not in given:
+        return given
+    parts = given.split(JOINT)
+    if nodes % len(parts):
+        why = f"the world has {nodes} node{'s' if nodes > 1 else ''}"
+        legal = f"for each of {len(parts)} kinds as many nodes"
+        raise ArgumentError("accelerator", repr(given), legal, why=why)
+    return parts[node * len(parts) // nodes].strip()
 
 
 def accelerator_names(given: str | Sequence[str]) -> tuple[str, ...]:

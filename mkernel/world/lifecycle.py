@@ -77,6 +77,8 @@ def init(
             An accelerator that is named is the world's only one. Several, ``"hopper,streams"`` or a
             sequence, run each op on the first that provides it, and so does ``auto`` where the one it
             prefers lacks ops. Companions take part from the first call that one of them runs.
+            ``"hopper+streams"``: unlike nodes, an equal number of each in this order; ranks whose
+            nodes choose different ones make such a world too (:mod:`mkernel.plan.mixed`).
         timeout_s: deadline of every wait, in seconds.
         join_timeout_s: how long this call takes at most, in seconds, however late or silent others are.
         stores: two clients of one torch store (one for the watchdog); default: env:// rendezvous.
@@ -107,6 +109,8 @@ def init(
         )
     default = worlds.default
     settings = settings or (load_settings() if default is None else default.settings)
+    named = {name: each for name, each in (("nic", nic), ("verbs", verbs)) if each}
+    settings = settings.model_copy(update=named) if named else settings
     for limit, seconds in (("timeout_s", timeout_s), ("join_timeout_s", join_timeout_s)):
         if seconds is not None:
             check_timeout(limit, seconds)
@@ -139,14 +143,15 @@ class _Wanted(NamedTuple):
     verbs: str | None
     device: environment.Chosen | None
 
-    def backends(self, settings: Settings, nodes: int, ranks: int) -> Backends:
+    def backends(self, settings: Settings, identity: Identity) -> Backends:
+        given = self.accelerator or settings.accelerator
         return selection.backends(
             settings,
-            nodes,
-            accelerator=self.accelerator,
+            identity.nodes,
+            accelerator=selection.of_node(given, identity.node, identity.nodes),
             nic=self.nic,
             verbs=self.verbs,
-            ranks=ranks,
+            ranks=identity.size,
         )
 
 
@@ -155,7 +160,7 @@ def _of_job(wanted: _Wanted, settings: Settings, stores: tuple[Store, Store] | N
     job = environment.started()
     nodes = settings.nodes if wanted.nodes is None else wanted.nodes
     identity = _identity(job, nodes, wanted.ranks_per_node)
-    backends = wanted.backends(settings, identity.nodes, identity.size)
+    backends = wanted.backends(settings, identity)
     name = f"{STARTED}{generations[STARTED]}"
     deadline = JoinDeadline(settings.join_timeout_s)
     with worlds.joining(name):
@@ -194,7 +199,7 @@ def _of_group(group: ProcessGroup, wanted: _Wanted, settings: Settings) -> World
         identity = _identity(
             Started(rank, size, size // found, None), wanted.nodes, wanted.ranks_per_node
         )
-        backends = wanted.backends(settings, identity.nodes, identity.size)
+        backends = wanted.backends(settings, identity)
         world = World(identity, backends, settings, stores, key, name, wanted.device, deadline)
         worlds.add(world, default=True)
     return world

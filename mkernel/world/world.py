@@ -16,6 +16,7 @@ from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.nic import NicSession, NicStatistics
 from mkernel.backends.runtime._calls import CallPath
+from mkernel.errors import Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import Plans
@@ -113,6 +114,7 @@ class World:
             name, device, identity, backends, settings, self._exchange, self._failure
         )
         self._membership.join()
+        self.backends = backends = self._membership.backends
         self._failure.joining = None
         self._agreement = Agreement(
             self._exchange,
@@ -160,12 +162,32 @@ class World:
                 it. None: they all take the same calls.
         """
         nodes, engines = self.identity.nodes, self._membership.engines
+        if self._membership.mixed:
+            return self._of_unlike_nodes(op)
         if takes is not None:
             return engines[selection.provider(self.backends, op, nodes, takes)]
         found = self._engines.get(op)
         if found is None:
             found = self._engines[op] = engines[selection.provider(self.backends, op, nodes)]
         return found
+
+    def _of_unlike_nodes(self, op: str) -> Engine:
+        engine = self._membership.engine
+        ops = engine.claims.ops
+        if op not in ops:
+            raise Unsupported(
+                f"a world of unlike nodes ({engine.backends.accelerator}) runs {', '.join(ops)}, not "
+                f"{op!r}; call it in a world of the ranks of one kind (group=)"
+            )
+        return engine
+
+    def check_gradients(self, op: str) -> None:
+        """Raise Unsupported where calls of an op have no gradients, before anything starts."""
+        if self._membership.mixed:
+            raise Unsupported(
+                f"{op} has no gradients in a world of unlike nodes ({self.backends.accelerator}); call "
+                "it under torch.no_grad(), or train in a world of one kind (group=)"
+            )
 
     def engines(self) -> list[Engine]:
         """Return the engines of all of the world's accelerators, its own first."""
