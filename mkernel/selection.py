@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
@@ -31,6 +31,8 @@ SYSTEM, SOFT = "system", "soft"
 one host only."""
 
 
+TCP = "tcp", "sockets"
+"""NIC backend and provider between nodes whose NICs are unlike."""
 BY_NAME = "is chosen by name only"
 """The reason why ``auto`` takes no simulator, which is not worth reporting if something else is
 taken."""
@@ -81,7 +83,10 @@ def backends(
     return Backends(name, *nic_and_verbs(settings, nic, verbs), companions)
 
 
-def of_node(given: str | Sequence[str], node: int, nodes: int) -> str | Sequence[str]:
+_Named = TypeVar("_Named", str, str | Sequence[str] | None, str | None)
+
+
+def of_node(argument: str, given: _Named, node: int, nodes: int) -> _Named:
     """Return what a user names for one of the nodes: ``hopper+streams`` names unlike ones, which share
     all nodes evenly in this order. ArgumentError."""
     if not isinstance(given, str) or JOINT not in given:
@@ -90,7 +95,7 @@ def of_node(given: str | Sequence[str], node: int, nodes: int) -> str | Sequence
     if nodes % len(parts):
         why = f"the world has {nodes} node{'s' if nodes > 1 else ''}"
         legal = f"for each of {len(parts)} kinds as many nodes"
-        raise ArgumentError("accelerator", repr(given), legal, why=why)
+        raise ArgumentError(argument, repr(given), legal, why=why)
     return parts[node * len(parts) // nodes].strip()
 
 

@@ -23,7 +23,7 @@ from mkernel.errors import ArgumentError, BackendUnavailable, PlanMismatch, Time
 from mkernel.plan.mixed import Side, name_of
 from mkernel.plan.model import LaunchPlan, first_difference
 from mkernel.plan.two_generation_cache import TwoGenerationCache
-from mkernel.selection import SOFT, SYSTEM, nic_and_verbs
+from mkernel.selection import SOFT, SYSTEM, TCP, nic_and_verbs, of_node
 from mkernel.settings import PLANNED_SETTINGS, Settings
 from mkernel.topology.model import Topology
 from mkernel.version import __version__
@@ -44,9 +44,6 @@ _SAME_ON_ALL_RANKS = (
     "from its own machine: name it where machines differ (MKERNEL_ACCELERATOR, MKERNEL_NIC, "
     "MKERNEL_VERBS)"
 )
-_SAME_NIC = (
-    "unlike nodes are joined by one kind of NIC: name it on all ranks (MKERNEL_NIC, MKERNEL_VERBS)"
-)
 _OF_A_NODE = ("accelerator", "companions", "nic", "verbs")
 """The choices that each of unlike nodes makes for itself."""
 _SAME_VERSION = (
@@ -60,7 +57,7 @@ class Membership:
     Attributes:
         topology: the machines; the same on every rank.
         engines: by the names of their accelerators, the world's own first.
-        mixed: whether its nodes have unlike accelerators.
+        mixed: whether its nodes have unlike accelerators or NICs.
         session: what carries puts between nodes; None where none are.
 
     Args:
@@ -151,15 +148,18 @@ class Membership:
             self._open_nic(own.nic, own.verbs)
 
     def _agree_on_wire(self) -> None:
-        """Choose the NIC between unlike nodes, the same on all of them. Collective. PlanMismatch."""
-        own = self._backends
-        nic, verbs = nic_and_verbs(self._settings, own.nic, own.verbs)
-        told = self._exchange.gather("wire", {"nic": nic, "verbs": verbs})
-        for other in range(self._me.size):
-            found = first_difference(told[self._me.rank], told[other], "world")
-            if found:
-                ranks, values = (self._me.rank, other), (found[1], found[2])
-                raise PlanMismatch(ranks, found[0], values, _SAME_NIC)
+        """Choose the NIC between unlike nodes, the same on all of them: their own, or TCP where these
+        are unlike too. Collective. PlanMismatch: one NIC on different providers."""
+        own, me = self._backends, self._me
+        named = of_node("nic", own.nic or self._settings.nic, me.node, me.nodes)
+        nic, verbs = nic_and_verbs(self._settings, named, own.verbs)
+        told = self._exchange.gather("wire", [nic, verbs])
+        for other in range(me.size):
+            if told[other][0] == nic and told[other][1] != verbs:
+                values = verbs, told[other][1]
+                raise PlanMismatch((me.rank, other), "world.verbs", values, _SAME_ON_ALL_RANKS)
+        if any(each[0] != nic for each in told.values()):
+            nic, verbs = TCP
         self._backends = Backends(own.accelerator, nic, verbs)
 
     def _open_mixed(self) -> None:
@@ -288,8 +288,9 @@ class Membership:
                 raise PlanMismatch((rank, other), "world.mkernel", versions, _SAME_VERSION)
         peers = {other: Peer.from_hello(other, told) for other, told in hellos.items()}
         told = {other: hellos[other]["world"] for other in range(self._me.size)}
-        # Unlike accelerators are nodes of their own; what each of these has beside it is its own too.
-        self.mixed = any(each["accelerator"] != world["accelerator"] for each in told.values())
+        # Unlike accelerators, or NICs, are nodes of their own, and choose what else is theirs.
+        kinds = {(each["accelerator"], each["nic"]) for each in told.values()}
+        self.mixed = len(kinds) > 1
         for other, each in told.items():
             elsewhere = self.mixed and other not in self._node_ranks
             own = {name: world[name] for name in _OF_A_NODE} if elsewhere else {}

@@ -77,8 +77,9 @@ def init(
             An accelerator that is named is the world's only one. Several, ``"hopper,streams"`` or a
             sequence, run each op on the first that provides it, and so does ``auto`` where the one it
             prefers lacks ops. Companions take part from the first call that one of them runs.
-            ``"hopper+streams"``: unlike nodes, an equal number of each in this order; ranks whose
-            nodes choose different ones make such a world too (:mod:`mkernel.plan.mixed`).
+            ``"hopper+streams"``: unlike nodes, an equal number of each in this order, as ``nic`` may
+            be ``"cx7+efa"``; ranks whose nodes choose different ones make such a world too
+            (:mod:`mkernel.plan.mixed`). Nodes with unlike NICs are joined by TCP.
         timeout_s: deadline of every wait, in seconds.
         join_timeout_s: how long this call takes at most, in seconds, however late or silent others are.
         stores: two clients of one torch store (one for the watchdog); default: env:// rendezvous.
@@ -144,12 +145,12 @@ class _Wanted(NamedTuple):
     device: environment.Chosen | None
 
     def backends(self, settings: Settings, identity: Identity) -> Backends:
-        given = self.accelerator or settings.accelerator
+        given, place = self.accelerator or settings.accelerator, (identity.node, identity.nodes)
         return selection.backends(
             settings,
             identity.nodes,
-            accelerator=selection.of_node(given, identity.node, identity.nodes),
-            nic=self.nic,
+            accelerator=selection.of_node("accelerator", given, *place),
+            nic=selection.of_node("nic", self.nic or settings.nic, *place),
             verbs=self.verbs,
             ranks=identity.size,
         )
