@@ -2,8 +2,8 @@
 
 Each kind of accelerator is a node of its own, and unlike ranks speak only the wire between nodes:
 bytes, then a signal. A plan of such a world fixes what they share: rows of each node, chunks, the order
-of nodes, the dtype of sums on the wire. A rank launches each chunk as a call of its own backend in a world
-of its node alone, whose plan no other node sees.
+of nodes, the dtype of sums on the wire. A rank launches each chunk as a call of its own backend in a
+world of its node alone, whose plan no other node sees.
 
 AllGather+GEMM: rows cross to the rank in the same place of each other node, and each chunk is gathered
 and multiplied there. GEMM+ReduceScatter: sums of a node cross in the same way, to their owner.
@@ -14,8 +14,9 @@ they own, in the order of ranks, and send them to all.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -34,7 +35,7 @@ from mkernel.plan.model import (
 from mkernel.plan.pipeline import ConsumptionOrder, Pipeline
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.topology.cost import MachineConstants
-from mkernel.topology.model import Model
+from mkernel.topology.model import Accelerator, Model
 
 OPS: tuple[OpName, ...] = (
     "all_gather_gemm",
@@ -54,29 +55,27 @@ class Side(Model):
     them, by dtype, as its constants predict; empty: they are unknown."""
 
     accelerator: str
-    ops: tuple[str, ...]
-    dtypes: tuple[DtypeName, ...]
-    out_dtypes: tuple[DtypeName, ...]
-    mixed_dtypes: bool
-    b_layouts: tuple[Literal["row", "column"], ...]
-    alignment_bytes: int
-    most_ranks: int | None
-    simulated: bool
+    claims: AcceleratorCapabilities
     card: str | None = None
     tflops: dict[DtypeName, float] = Field({})
+
+    def __str__(self) -> str:
+        rate = self.tflops.get("float16")
+        known = "unknown" if rate is None else f"{rate:.0f} TFLOP/s in float16, of {self.card}"
+        return f"speed of a rank on {self.accelerator}: {known}"
 
     @classmethod
     def of(
         cls, accelerator: str, claims: AcceleratorCapabilities, constants: MachineConstants | None
     ) -> Side:
         """Return the side of an accelerator with these claims and constants."""
-        fields = {name: getattr(claims, name) for name in cls.model_fields if hasattr(claims, name)}
-        rates: dict[DtypeName, float] = {}
-        if constants is not None:
-            cores = claims.compute_cores
-            rates = {each: cores * constants.tflops_per_core(each) for each in _RATED}
-            fields["card"] = constants.card or constants.name
-        return cls(**fields | {"accelerator": accelerator, "tflops": rates})
+        fields = {name: getattr(claims, name) for name in AcceleratorCapabilities.model_fields}
+        common = AcceleratorCapabilities(**{**fields, "constants": None, "cards": ()})
+        if constants is None:
+            return cls(accelerator=accelerator, claims=common)
+        rates = {dtype: claims.compute_cores * constants.tflops_per_core(dtype) for dtype in _RATED}
+        card = constants.card or constants.name
+        return cls(accelerator=accelerator, claims=common, card=card, tflops=rates)
 
 
 class MixedCapabilities(AcceleratorCapabilities):
@@ -86,11 +85,16 @@ class MixedCapabilities(AcceleratorCapabilities):
 
     def check_dtype(self, dtype: str) -> None:
         """Raise DtypeError, which names the accelerators without it, if only some have a dtype."""
-        without = [side.accelerator for side in self.sides if dtype not in side.dtypes]
+        without = [side.accelerator for side in self.sides if dtype not in side.claims.dtypes]
         if without and len(without) < len(self.sides):
             names = " and ".join(map(repr, dict.fromkeys(without)))
             legal = f"what all nodes have: {', '.join(self.dtypes)}"
             raise DtypeError("dtype", repr(dtype), legal, why=f"accelerator {names} lacks it")
+
+    def misfit(self, device: Accelerator) -> str | None:
+        """Return why calls can run on no node with such a device; None: nothing speaks against it."""
+        reasons = [side.claims.misfit(device) for side in self.sides]
+        return None if None in reasons else reasons[0]
 
 
 def name_of(sides: Sequence[Side]) -> str:
@@ -102,30 +106,29 @@ def name_of(sides: Sequence[Side]) -> str:
 
 def capabilities(sides: Sequence[Side]) -> MixedCapabilities:
     """Return what a world of such nodes claims. Unsupported: they have no dtype or op in common."""
-    first = sides[0]
+    every = [side.claims for side in sides]
 
-    def common(field: str) -> tuple[str, ...]:
-        return tuple(
-            one for one in getattr(first, field) if all(one in getattr(s, field) for s in sides)
-        )
+    def common(field: str) -> tuple[Any, ...]:
+        first = getattr(every[0], field)
+        return tuple(one for one in first if all(one in getattr(each, field) for each in every))
 
     ops = tuple(op for op in OPS if op in common("ops") or op == "all_reduce")
     dtypes, results = common("dtypes"), common("out_dtypes")
-    if not (ops and dtypes and results):
+    if not (dtypes and results):
         raise Unsupported(
-            f"nodes on {name_of(sides)} have no op and dtype in common; see `mkernel doctor` on each"
+            f"nodes on {name_of(sides)} have no dtype in common; see `mkernel doctor` on each"
         )
-    limits = [side.most_ranks for side in sides if side.most_ranks is not None]
+    limits = [each.most_ranks for each in every if each.most_ranks is not None]
     return MixedCapabilities(
         sides=tuple(sides),
         ops=ops,
         dtypes=dtypes,
         out_dtypes=results,
-        mixed_dtypes=all(side.mixed_dtypes for side in sides),
+        mixed_dtypes=all(each.mixed_dtypes for each in every),
         b_layouts=common("b_layouts") or ("row",),
-        alignment_bytes=max(side.alignment_bytes for side in sides),
+        alignment_bytes=max(each.alignment_bytes for each in every),
         most_ranks=min(limits) * len(sides) if limits else None,
-        simulated=any(side.simulated for side in sides),
+        simulated=any(each.simulated for each in every),
         transfer_paths=("p2p", "nic", "staged"),
         peer_access=True,
         compute_cores=1,
@@ -223,9 +226,8 @@ def _predicted(
     if plan.op == "all_reduce":  # there and back, to each rank of the others
         rows *= 2 * plan.ranks_per_node
     nbytes = (plan.nodes - 1) * rows * columns * DTYPE_BYTES[made.wire]
-    far = [one for one in plan.routes.classes if not one.within]
-    comm_us = nbytes / (1e3 * min(one.bandwidth_gbs for one in far))
-    comm_us += max(one.latency_us for one in far)
+    comm_us = nbytes / (1e3 * wire_gbs(plan))
+    comm_us += max(one.latency_us for one in plan.routes.classes if not one.within)
     longer, shorter = max(compute_us, comm_us), min(compute_us, comm_us)
     cards = " and ".join(dict.fromkeys(side.card or side.accelerator for side in claims.sides))
     return Prediction(
@@ -236,3 +238,12 @@ def _predicted(
         constants=f"by rank, of {cards}; in a node nothing is counted",
         measured=False,
     )
+
+
+def wire_gbs(plan: CommonPart) -> float:
+    """Return the GB/s of a rank to other nodes while all ranks send, which may share a NIC."""
+    slowest = min(one.bandwidth_gbs for one in plan.routes.classes if not one.within)
+    users = (
+        Counter(nic for seat in site.seats for nic in seat.nics) for site in plan.placement.sites
+    )
+    return slowest / max(max(each.values(), default=1) for each in users)
