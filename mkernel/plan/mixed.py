@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mkernel.errors import DtypeError, Unsupported
+from mkernel.errors import ArgumentError, DtypeError, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import (
     DTYPE_BYTES,
@@ -247,3 +247,20 @@ def wire_gbs(plan: CommonPart) -> float:
         Counter(nic for seat in site.seats for nic in seat.nics) for site in plan.placement.sites
     )
     return slowest / max(max(each.values(), default=1) for each in users)
+
+
+def shares(size: int, multiple: int, ranks: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Cut a dimension for nodes of ``ranks`` ranks in proportion to these speeds: what each rank of a
+    node gets, by node, in multiples of ``multiple``, at least one. ArgumentError: the dimension is no
+    whole number of these for the ranks of every node."""
+    unit = ranks * multiple
+    units, nodes = size // unit, len(speeds)
+    if size % unit or units < nodes:
+        legal = f"a multiple of {unit} ({ranks} ranks a node, in multiples of {multiple})"
+        raise ArgumentError("size", size, f"{legal}, at least {nodes * unit}")
+    exact = [(units - nodes) * speed / sum(speeds) for speed in speeds]
+    found = [1 + int(each) for each in exact]
+    by_rest = sorted(range(nodes), key=lambda node: int(exact[node]) - exact[node])
+    for node in by_rest[: units - sum(found)]:  # largest remainders first
+        found[node] += 1
+    return tuple(each * multiple for each in found)

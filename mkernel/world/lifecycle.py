@@ -383,6 +383,38 @@ def empty(shape: Sequence[int], dtype: torch.dtype, group: Group = None) -> torc
     return current(group).empty(shape, dtype)
 
 
+def shard(
+    size: int,
+    shards: Literal["even", "speed"] | Sequence[int] = "even",
+    *,
+    multiple_of: int = 1,
+    group: Group = None,
+) -> slice:
+    """Return this rank's part of a dimension that ranks may share unevenly where nodes are unlike: K of
+    GEMM+AllReduce and GEMM+ReduceScatter, columns of B of AllGather+GEMM. Not collective.
+
+    Rows, and everything in worlds of one kind of node, are shared evenly. Ranks of a node have equal
+    parts.
+
+    Args:
+        size: of the dimension, all ranks together.
+        shards: ``even``; ``speed``: in proportion to what the constants of each node's accelerator
+            predict of products in float16 (MKERNEL_CONSTANTS may be a file of each node's own); or the
+            size of a rank's part, by node.
+        multiple_of: each part is a multiple of it, at least one.
+        group: names the world; None: the default one.
+
+    Raises:
+        ArgumentError: the dimension cannot be cut so. Unsupported: uneven shares in a world of one kind
+            of node, or no constants of some node. NotInitialized: there is no such world.
+    """
+    world = current(group)
+    parts = world.shares(size, shards, multiple_of)
+    me = world.identity
+    first = me.ranks_per_node * sum(parts[: me.node]) + me.local_rank * parts[me.node]
+    return slice(first, first + parts[me.node])
+
+
 def graph_pool(group: Group = None) -> tuple[int, int] | None:
     """Make a pool of a CUDA graph's memory, for ``torch.cuda.graph(graph,
     pool=mkernel.graph_pool())``: outputs that ops of a world allocate while the graph is captured then

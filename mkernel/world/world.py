@@ -6,7 +6,7 @@ import hmac
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed import Store
@@ -16,7 +16,8 @@ from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.nic import NicSession, NicStatistics
 from mkernel.backends.runtime._calls import CallPath
-from mkernel.errors import Unsupported
+from mkernel.errors import ArgumentError, Unsupported
+from mkernel.plan import mixed
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import Plans
@@ -188,6 +189,39 @@ class World:
                 f"{op} has no gradients in a world of unlike nodes ({self.backends.accelerator}); call "
                 "it under torch.no_grad(), or train in a world of one kind (group=)"
             )
+
+    def shares(
+        self, size: int, wanted: Literal["even", "speed"] | Sequence[int], multiple: int
+    ) -> tuple[int, ...]:
+        """Return what each rank of a node gets of a dimension, by node; as
+        :func:`mkernel.world.lifecycle.shard` says."""
+        me, claims = self.identity, self._membership.engine.claims
+        if wanted == "even":
+            return mixed.shares(size, multiple, me.ranks_per_node, [1.0] * me.nodes)
+        if not isinstance(claims, mixed.MixedCapabilities):
+            raise Unsupported(
+                f"shards={wanted!r}: the nodes of this world are alike "
+                f"({self.backends.accelerator}), and share everything evenly"
+            )
+        if wanted == "speed":
+            speeds = [side.tflops.get("float16", 0.0) for side in claims.sides]
+            if not all(speeds):
+                name = claims.sides[speeds.index(0.0)].accelerator
+                raise Unsupported(
+                    f"shards='speed': nobody says how fast a rank on {name!r} is; MKERNEL_CONSTANTS "
+                    "names a file that does (`mkernel probe --measure`)"
+                )
+            return mixed.shares(size, multiple, me.ranks_per_node, speeds)
+        given = tuple(wanted)
+        fits = len(given) == me.nodes and me.ranks_per_node * sum(given) == size
+        if not fits or any(each < 1 or each % multiple for each in given):
+            raise ArgumentError(
+                "shards",
+                list(given),
+                f"{me.nodes} multiples of {multiple}, one a node, that are {size} with "
+                f"{me.ranks_per_node} ranks on each",
+            )
+        return given
 
     def engines(self) -> list[Engine]:
         """Return the engines of all of the world's accelerators, its own first."""

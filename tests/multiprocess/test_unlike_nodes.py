@@ -49,26 +49,29 @@ def wrong_results() -> list[str]:
 def unlike_shares() -> list[str]:
     """Give each node terms, or columns, of its own number."""
     world = mkernel.world()
-    k = [96 if node == 0 else 32 for node in world.identity.node_of]
     draw = torch.Generator().manual_seed(3)
-    a = [torch.randn(8 * world.size, each, generator=draw).half() for each in k]
-    b = [torch.randn(each, 48, generator=draw).half() for each in k]
-    rank = world.rank
-    whole = sum(one.double() @ other.double() for one, other in zip(a, b, strict=True))
-    assert isinstance(whole, torch.Tensor)
-    rows = a[0].chunk(world.size)
-    columns = torch.randn(96, k[rank], generator=draw).half()
-    whole_a, scattered = a[0].double(), whole.chunk(world.size)[rank]
-    errors = {
-        "scatter": relative(mkernel.gemm_reduce_scatter(a[rank], b[rank]), scattered),
-        "reduce": relative(mkernel.gemm_all_reduce(a[rank], b[rank]), whole),
-        "gather": relative(
-            mkernel.all_gather_gemm(rows[rank], columns), whole_a @ columns.double()
-        ),
-    }
-    return [
-        f"{name} of unlike shares is off by {each}" for name, each in errors.items() if each > 1e-3
-    ]
+    k, each = 384, world.identity.ranks_per_node
+    a = torch.randn(8 * world.size, k, generator=draw).half()
+    b = torch.randn(k, k, generator=draw).half()
+    found = []
+    for shards in ("even", "speed", [k // each - 32, 32]):
+        own = mkernel.shard(k, shards, multiple_of=16)
+        rows, whole = a.chunk(world.size)[world.rank], a.double() @ b.double()
+        errors = {
+            "scatter": relative(
+                mkernel.gemm_reduce_scatter(a[:, own], b[own]), whole.chunk(world.size)[world.rank]
+            ),
+            "reduce": relative(mkernel.gemm_all_reduce(a[:, own], b[own]), whole),
+            "gather": relative(mkernel.all_gather_gemm(rows, b[:, own]), whole[:, own]),
+        }
+        found += [
+            f"{name}, {shards}: off by {each}" for name, each in errors.items() if each > 1e-3
+        ]
+        ends = world.gather("test", [own.start, own.stop])
+        told = [ends[rank] for rank in range(world.size)]
+        if [one[0] for one in told] + [k] != [0] + [one[1] for one in told]:
+            found.append(f"{shards}: parts {told} leave gaps")
+    return found
 
 
 def repeated() -> list[str]:
