@@ -166,6 +166,7 @@ class Membership:
         """Open a world of unlike nodes: the node's own backend, and the wire to the others."""
         me, own = self._me, self._backends
         node = NodeCalls(own.accelerator, self.topology, me, self._settings)
+        self.engines[own.accelerator] = node.engine  # closed and freed as any
         self._exchange.publish(f"side/{me.rank}", node.side().model_dump(mode="json"))
         firsts = [each * me.ranks_per_node for each in range(me.nodes)]
         sides = self._exchange.collect("side", firsts)

@@ -159,12 +159,6 @@ class NodeCalls:
             )  # fmt: skip
         return found
 
-    def close(self) -> bool:
-        """Close the backend, and free its memory. Return False where it may still be in use."""
-        quiet = self.engine.close()
-        self.engine.free(quiet=quiet)
-        return quiet
-
 
 class Mixed(HostAccelerator):
     """The backend of a world of unlike nodes, on one of its ranks.
@@ -199,11 +193,6 @@ class Mixed(HostAccelerator):
     def schedule(cls, request: ScheduleRequest) -> Scheduled:
         """Decide what all ranks share."""
         return mixed.schedule(request)
-
-    def close(self, timeout_s: float) -> bool:
-        """End the threads and the node's own backend."""
-        super().close(timeout_s)
-        return self._own.close()
 
     def workspace(self, plan: LaunchPlan) -> Workspace:
         """Return two areas, for even and odd epochs, of what crosses nodes."""

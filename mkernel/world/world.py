@@ -224,7 +224,10 @@ class World:
         return given
 
     def engines(self) -> list[Engine]:
-        """Return the engines of all of the world's accelerators, its own first."""
+        """Return the engines of all of the world's accelerators, its own first; of unlike nodes the one
+        that they share."""
+        if self._membership.mixed:
+            return [self._membership.engine]
         return [*self._membership.engines.values()]
 
     @property
