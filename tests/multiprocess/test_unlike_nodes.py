@@ -88,6 +88,16 @@ def test_ops_of_unlike_nodes(ranks: int) -> None:
     assert mkernel.launch(wrong_results, ranks_per_node=ranks, **BOTH) == [[]] * 2 * ranks
 
 
+def over_tcp() -> tuple[list[str], str | None]:
+    found = [wrong for op in SIZES for wrong in judge_calls(case(op), 3)]
+    return found, mkernel.world().backends.nic
+
+
+def test_nodes_whose_nics_differ_are_joined_by_tcp() -> None:
+    world = BOTH | {"accelerator": "ascend", "nic": "cx7+efa"}
+    assert mkernel.launch(over_tcp, ranks_per_node=1, **world) == [([], "tcp")] * 2
+
+
 def refused() -> tuple[list[str], Any]:
     half = torch.ones(4, 32).half()
     calls = {
