@@ -23,6 +23,8 @@ _Backend = TypeVar("_Backend")
 ACCELERATORS = "mkernel.accelerators"
 NICS = "mkernel.nics"
 
+_BY_NAME = (EntryPoint(name="tcp", value="mkernel.backends.nics.tcp:TcpNic", group=NICS),)
+"""Backends of this package that nothing lists, because only worlds that need them ask for them."""
 _IMPORTABLE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -36,8 +38,8 @@ def _point(group: str, argument: str, name: str) -> EntryPoint:
         if not _IMPORTABLE.fullmatch(name):
             raise UnknownBackend(argument, repr(name), "module:attribute, such as my.npu:MyNpu")
         return EntryPoint(name=name, value=name, group=group)
-    for point in points(group):
-        if point.name == name:
+    for point in (*points(group), *_BY_NAME):
+        if (point.group, point.name) == (group, name):
             return point
     known = ", ".join(names(group)) or "none"
     raise UnknownBackend(argument, repr(name), f"one of: {known}; or module:attribute")

@@ -75,6 +75,7 @@ if TYPE_CHECKING:
         graph_pool,
         init,
         is_initialized,
+        shard,
         stats,
         synchronize,
     )
@@ -117,6 +118,7 @@ __all__ = [
     "moe_gemm_combine",
     "plan",
     "ring_attention",
+    "shard",
     "stats",
     "synchronize",
     "warm",
@@ -159,6 +161,7 @@ HOMES = {
     "moe_gemm_combine": "mkernel.ops.moe_gemm_combine",
     "plan": "mkernel.api",
     "ring_attention": "mkernel.ops.ring_attention",
+    "shard": "mkernel.world.lifecycle",
     "stats": "mkernel.world.lifecycle",
     "synchronize": "mkernel.world.lifecycle",
     "warm": "mkernel.ops.warm",

@@ -10,6 +10,7 @@ from mkernel.errors import ArgumentError
 from mkernel.plan.arguments import Around, check_world, path_of
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.invariance import Wanted, encoded, resolved
+from mkernel.plan.mixed import JOINT
 from mkernel.plan.model import LaunchPlan, ScaleMode, Scales
 from mkernel.plan.ops import canonical
 from mkernel.plan.planner import plan as _plan
@@ -31,7 +32,7 @@ def capabilities(accelerator: str | None = None) -> AcceleratorCapabilities:
         UnknownBackend, BackendUnavailable: it is not installed, or cannot run here.
     """
     if accelerator is None and _lifecycle.is_initialized():
-        accelerator = _lifecycle.current().backends.accelerator
+        return _lifecycle.current().accelerator.capabilities()
     backends = selection.backends(load_settings(), nodes=1, accelerator=accelerator)
     return registry.accelerator(backends.accelerator).capabilities()
 
@@ -112,8 +113,13 @@ def plan(
     def taken(claims: AcceleratorCapabilities) -> bool:
         return takes(claims, full, sizes, ranks, dtype, scaled)
 
-    name = selection.provider(backends, full, nodes, taken)
-    backend = registry.accelerator(name)
+    if (
+        live is not None and JOINT in backends.accelerator
+    ):  # of unlike nodes, which only a world has
+        name, backend = backends.accelerator, live.engine(full).accelerator
+    else:
+        name = selection.provider(backends, full, nodes, taken)
+        backend = registry.accelerator(name)
     claims = backend.capabilities()
     if len(topology.nodes) != nodes:
         raise ArgumentError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from mkernel import machine
 from mkernel.backends import registry
@@ -17,6 +17,7 @@ from mkernel.backends.contracts.nic import NicBackend
 from mkernel.backends.contracts.status import Status
 from mkernel.errors import ArgumentError, BackendUnavailable, Unsupported
 from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.mixed import JOINT
 from mkernel.plan.ops import READS_OF
 from mkernel.printable import one_line
 from mkernel.settings import AUTO, Settings
@@ -31,6 +32,8 @@ SYSTEM, SOFT = "system", "soft"
 one host only."""
 
 
+TCP = "tcp", "sockets"
+"""NIC backend and provider between nodes whose NICs are unlike."""
 BY_NAME = "is chosen by name only"
 """The reason why ``auto`` takes no simulator, which is not worth reporting if something else is
 taken."""
@@ -84,6 +87,22 @@ def backends(
     if by_host and (verbs or settings.verbs) == AUTO:
         verbs = SOFT
     return Backends(name, *nic_and_verbs(settings, nic, verbs), companions)
+
+
+_Named = TypeVar("_Named", str, str | Sequence[str] | None, str | None)
+
+
+def of_node(argument: str, given: _Named, node: int, nodes: int) -> _Named:
+    """Return what a user names for one of the nodes: ``hopper+streams`` names unlike ones, which share
+    all nodes evenly in this order. ArgumentError."""
+    if not isinstance(given, str) or JOINT not in given:
+        return given
+    parts = given.split(JOINT)
+    if nodes % len(parts):
+        why = f"the world has {nodes} node{'s' if nodes > 1 else ''}"
+        legal = f"for each of {len(parts)} kinds as many nodes"
+        raise ArgumentError(argument, repr(given), legal, why=why)
+    return parts[node * len(parts) // nodes].strip()
 
 
 def accelerator_names(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from mkernel.errors import ArgumentError, InputFileError
 from mkernel.topology import presets
-from mkernel.topology.merge import merge
+from mkernel.topology.merge import different, merge
 from mkernel.topology.model import (
     MAX_ACCELERATORS,
     Accelerator,
@@ -81,15 +81,16 @@ def discover(
 
 
 def read(*paths: Path) -> Discovery:
-    """Read the machine, or the nodes, of a file; or one machine from several files that describe
-    it.
+    """Read the machine, or the nodes, of a file; or those of several files: files that follow one
+    another and describe one machine are merged, and each other machine is a node of its own.
 
     Args:
         paths: each the name of a preset (:mod:`mkernel.topology.presets`), or a file of a format of
             :mod:`mkernel.topology.sources.formats`, or JSON: a
             :class:`~mkernel.topology.sources.description.Description`, a dumped :class:`Topology`, or
-            any object with such a ``topology`` key, as ``mkernel probe --json`` prints. If files
-            contradict each other, the first is right, and a note reports it.
+            any object with such a ``topology`` key, as ``mkernel probe --json`` prints. If files of
+            one machine contradict each other, the first is right, and a note reports it. A note also
+            says where a file begins another machine, and why.
 
     Raises:
         ArgumentError: several files, and one of them holds several nodes.
@@ -100,7 +101,23 @@ def read(*paths: Path) -> Discovery:
     if len(found) == 1:
         return found[0]
     sources = [_findings(path, one) for path, one in zip(paths, found, strict=True)]
-    return _machine(sources, " and ".join(map(str, paths)))
+    machines: list[tuple[list[Path], list[Findings]]] = []
+    about = Notes("files")
+    for path, one in zip(paths, sources, strict=True):
+        why = different(merge(machines[-1][1]), one) if machines else ""
+        if why is None:
+            machines[-1][0].append(path)
+            machines[-1][1].append(one)
+            continue
+        if machines:
+            about.add(
+                f"{path} is node {len(machines)}, another machine than the file before: {why}"
+            )
+        machines.append(([path], [one]))
+    whole = _joined([
+        _machine(parts, " and ".join(map(str, files)), _stem(files[0])) for files, parts in machines
+    ])  # fmt: skip
+    return whole.model_copy(update={"notes": about.all() + whole.notes})
 
 
 def _findings(path: Path, found: Discovery) -> Findings:
@@ -109,7 +126,14 @@ def _findings(path: Path, found: Discovery) -> Findings:
         raise ArgumentError(str(path), f"{len(nodes)} nodes", "one node, to merge it with others")
     fields = {name: getattr(nodes[0], name) for name in Node.model_fields}
     del fields["id"], fields["emulated"]
+    if fields["hostname"] == _stem(path):
+        fields["hostname"] = None  # the file names no host
     return Findings(path.name, notes=found.notes, **fields)
+
+
+def _stem(path: Path) -> str:
+    """Return the name of the machine of a file that names no host."""
+    return (presets.find(str(path)) or path).stem
 
 
 def _file(path: Path) -> Discovery:
@@ -224,7 +248,7 @@ def _from_json(text: bytes, path: Path, preset: Path | None) -> Discovery:
         found = _machine(
             [Description.model_validate(data).findings()],
             f"topology file {path}",
-            (preset or path).stem,
+            _stem(path),
         )
         told = presets.note(str(path))
         return found if told is None else found.model_copy(update={"notes": (told, *found.notes)})

@@ -8,6 +8,7 @@ source; a contradiction keeps the first source's value and is reported, never av
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from mkernel.topology.model import (
     NumaNode,
 )
 from mkernel.topology.sources import kinds, pci
+from mkernel.topology.sources.chips import architecture, product
 from mkernel.topology.sources.findings import Findings, Notes
 
 _Device = TypeVar("_Device", Accelerator, Nic)
@@ -33,6 +35,8 @@ _OWN_NAMES = frozenset({"id", "name", "index", "ends"})
 """Fields in which sources may differ without contradicting each other."""
 _OF_PLACE = ("pci_path", "pcie_gbs", "numa_node")
 _MOST_SHOWN = 80
+_MOST_MEMORY = 1.2
+"""The ratio from which the memory of two accelerators is that of different products."""
 
 
 class _Contradictions(Notes):
@@ -69,6 +73,38 @@ def merge(sources: Iterable[Findings]) -> Findings:
     for found in sources:
         whole = _join(whole, found)
     return whole
+
+
+def different(known: Findings, found: Findings) -> str | None:
+    """Return why two descriptions are of different machines; None: they may be of one.
+
+    If both name a host, that decides. Else they are if both list real accelerators and have none of
+    the same place, chip and memory in common. A source that lists none of these adds to what is
+    known.
+    """
+    hosts = [name.partition(".")[0] for name in (known.hostname, found.hostname) if name]
+    if len(hosts) == 2:
+        return None if hosts[0] == hosts[1] else f"hosts are {' and '.join(hosts)}"
+    mine, theirs = (
+        [one for one in each.accelerators if not one.emulated] for each in (known, found)
+    )
+    if not mine or not theirs or any(_alike(one, other) for one in mine for other in theirs):
+        return None
+    counts = (Counter(map(product, each)).most_common(1)[0][0] for each in (mine, theirs))
+    return f"they have no accelerator in common ({' and '.join(counts)})"
+
+
+def _alike(one: Accelerator, other: Accelerator) -> bool:
+    """Return whether two sources may mean one accelerator: the same place, and as far as both know
+    the same chip, with memory that differs by no more than what drivers keep for themselves."""
+    chips = {architecture(one), architecture(other)} - {None}
+    memory = sorted(each.memory_bytes or 0 for each in (one, other))
+    return (
+        _same(one, other)
+        and one.kind == other.kind
+        and len(chips) < 2
+        and (not memory[0] or memory[1] < _MOST_MEMORY * memory[0])
+    )
 
 
 def _join(known: Findings, found: Findings) -> Findings:

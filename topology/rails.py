@@ -88,6 +88,22 @@ def keep_rails(
     return Topology(nodes=tuple(nodes)), tuple(said)
 
 
+def by_tcp(world: Topology) -> Topology:
+    """Return the world with one port of TCP on each node in the place of its NICs: as fast as the
+    fastest of those that run Ethernet, if any says so, and apart from devices' memory."""
+    nodes = []
+    for node in world.nodes:
+        ethernet = [
+            nic.speed_gbps
+            for nic in node.nics
+            if nic.active and (nic.kind == "ethernet" or nic.link_layer == "Ethernet")
+        ]
+        speed = max((each for each in ethernet if each), default=None)
+        port = Nic(id="tcp0", kind="tcp", name="tcp0", speed_gbps=speed, gpudirect=False)
+        nodes.append(node.model_copy(update={"nics": (port,)}))
+    return Topology(nodes=tuple(nodes))
+
+
 def rails(node: Node) -> tuple[Nic, ...]:
     """Return the node's usable NICs without those that cannot be rails for any backend."""
     slow = {id_ for ids in fast(real_ports(node)).left_out.values() for id_ in ids}

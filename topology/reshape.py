@@ -1,8 +1,9 @@
 """Worlds made out of one machine: split into emulated nodes, repeated as equal nodes, or with
 several ranks on each device.
 
-A world has accelerators of one kind, equally many ranks on every node, and one NIC backend. Of unlike
-nodes the part is taken that one world can use, with messages about the rest.
+A node has accelerators of one kind, and all have equally many ranks. Of machines with several kinds
+each kind is a node of its own, or one kind is taken that all machines have, with messages about the
+rest.
 """
 
 from __future__ import annotations
@@ -261,7 +262,25 @@ def _deal_cpus(
 
 
 _MOST_SHOWN = 4
-_UNSUPPORTED = "worlds of several kinds of accelerators are not supported"
+_ONE_KIND = (
+    "a world takes one kind that all have; --accelerator a+b gives each kind a node of its own"
+)
+
+
+def _counts(world: Topology) -> tuple[bool, list[Counter[KindName]]]:
+    """Return whether emulated devices count, because no real ones are listed, and how many of each
+    kind each node has."""
+    emulated = all(one.emulated for node in world.nodes for one in node.accelerators)
+    return emulated, [
+        Counter(one.kind for one in node.accelerators if one.emulated == emulated)
+        for node in world.nodes
+    ]
+
+
+def common_kinds(world: Topology) -> list[KindName]:
+    """Return the kinds of accelerators that all nodes have."""
+    _, counts = _counts(world)
+    return [kind for kind in counts[0] if all(kind in count for count in counts)]
 
 
 def of_one_kind(world: Topology) -> tuple[Topology, tuple[str, ...]]:
@@ -273,17 +292,12 @@ def of_one_kind(world: Topology) -> tuple[Topology, tuple[str, ...]]:
     Raises:
         Unsupported: the nodes have no kind in common; names what each has.
     """
-    emulated = all(one.emulated for node in world.nodes for one in node.accelerators)
-    counts = [
-        Counter(one.kind for one in node.accelerators if one.emulated == emulated)
-        for node in world.nodes
-    ]
-    common = [kind for kind in counts[0] if all(kind in count for count in counts)]
+    emulated, counts = _counts(world)
+    common = common_kinds(world)
     if not common:
         each = _by_node({node: _counted(count) for node, count in enumerate(counts)})
         raise Unsupported(
-            f"the nodes have no kind of accelerator in common: {each}; {_UNSUPPORTED}, so give a file "
-            "whose nodes all have one kind"
+            f"the nodes have no kind of accelerator in common: {each}; leave nodes without out"
         )
     whole = sum(counts, Counter[KindName]())
     kind = max(common, key=lambda each: whole[each])
@@ -292,9 +306,43 @@ def of_one_kind(world: Topology) -> tuple[Topology, tuple[str, ...]]:
         for node, count in enumerate(counts)
         if len(count) > 1
     }
-    notes = (f"left out beside {kind}: {_by_node(left)}: {_UNSUPPORTED}",) if left else ()
+    notes = (f"left out beside {kind}: {_by_node(left)}: {_ONE_KIND}",) if left else ()
     kept = Topology(nodes=tuple(_only(node, kind, emulated) for node in world.nodes))
     return kept, notes
+
+
+def by_kind(world: Topology) -> Topology | None:
+    """Return the world with a node for each kind of real accelerator of each of its nodes, which share
+    the CPUs and NICs of their machine; None: a node has none, or all have one kind."""
+    parts: list[Node] = []
+    for node in world.nodes:
+        real = [one for one in node.accelerators if not one.emulated]
+        if not real:
+            return None
+        kinds = dict.fromkeys(one.kind for one in real)
+        parts += [_only(node, kind, emulated=False) for kind in kinds]
+    if len({part.accelerators[0].kind for part in parts}) == 1:
+        return None
+    return Topology(
+        nodes=tuple(part.model_copy(update={"id": id_}) for id_, part in enumerate(parts))
+    )
+
+
+def repeat_each(world: Topology, nodes: int) -> Topology:
+    """Return a world of ``nodes`` nodes in which each node comes equally often, equal ones one after
+    another. ArgumentError."""
+    count = len(world.nodes)
+    if nodes % count:
+        raise ArgumentError("nodes", nodes, f"a multiple of {count}, the machines that are given")
+    times = nodes // count
+    every = [(node, turn) for node in world.nodes for turn in range(times)]
+    names = [node.hostname + (f"-{turn}" if times > 1 else "") for node, turn in every]
+    return Topology(
+        nodes=tuple(
+            node.model_copy(update={"id": id_, "hostname": name})
+            for id_, ((node, _), name) in enumerate(zip(every, names, strict=True))
+        )
+    )
 
 
 def ranks_on_each(world: Topology) -> tuple[int, tuple[str, ...]]:
@@ -328,8 +376,8 @@ def require_ports(world: Topology, kept: Topology, nic: str) -> None:
     ports = {node.id: Counter(port.kind for port in real_ports(node)) for node in world.nodes}
     each = _by_node({node: _counted(count, " NIC ports") for node, count in ports.items()})
     raise NoRoute(
-        f"nic {nic!r} drives no RDMA port of {_nodes(bare)}: {each}; worlds whose nodes have NICs of "
-        "unlike kinds are not supported, so leave nodes out, or --nic away where one backend drives all"
+        f"nic {nic!r} drives no RDMA port of {_nodes(bare)}: {each}; leave --nic away: one backend is "
+        "taken that drives all, or TCP joins the nodes"
     )
 
 

@@ -28,12 +28,13 @@ from mkernel.cli.options import (
 )
 from mkernel.cli.terminal import Terminal, write_json, writing
 from mkernel.errors import ArgumentError, BackendUnavailable, NoRoute, UnknownBackend, Unsupported
-from mkernel.plan import ops, render
+from mkernel.plan import mixed, ops, render
 from mkernel.plan import scaling as growth
 from mkernel.plan.arguments import Around, check_world, path_of
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.invariance import resolved
 from mkernel.plan.missing import WhatIf
+from mkernel.plan.mixed import JOINT, MixedCapabilities
 from mkernel.plan.model import LaunchPlan, OpName, Scales
 from mkernel.plan.planner import explain
 from mkernel.plan.request import Alternative
@@ -43,14 +44,17 @@ from mkernel.selection import SOFT, SYSTEM
 from mkernel.settings import AUTO, Settings
 from mkernel.settings import load as load_settings
 from mkernel.topology import presets
-from mkernel.topology.discover import load
-from mkernel.topology.model import Accelerator, Model, Topology
+from mkernel.topology.discover import load, read
+from mkernel.topology.model import Accelerator, Model, Node, Topology
 from mkernel.topology.placement import usable_nics
-from mkernel.topology.rails import keep_rails, real_ports
+from mkernel.topology.rails import by_tcp, keep_rails, real_ports
 from mkernel.topology.reshape import (
+    by_kind,
+    common_kinds,
     of_one_kind,
     ranks_on_each,
     reached_together,
+    repeat_each,
     replicate,
     require_ports,
     split_by,
@@ -106,11 +110,12 @@ def command(
         str | None, typer.Option(help="Take this path: auto, fused or library. [MKERNEL_PATH]")
     ] = None,
     topology: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             metavar="FILE|PRESET",
             help="Plan for the machine in it, times --nodes: `mkernel probe --json` output, or what "
-            "`mkernel probe --from` reads; or for a machine that `mkernel probe --list` names.",
+            "`mkernel probe --from` reads; or for a machine that `mkernel probe --list` names. Given "
+            "several times: for the machines in them, which share --nodes evenly.",
         ),
     ] = None,
     constants_file: Annotated[
@@ -169,17 +174,18 @@ def command(
         ("--nodes", "--ranks-per-node"),
     )
     where = planned_world(
-        settings, name, topology, nodes, ranks_per_node,
+        settings, name, tuple(topology or ()), nodes, ranks_per_node,
         accelerator=accelerator, nic=nic, verbs=verbs,
     )  # fmt: skip
     world, backends, claims = where.topology, where.backends, where.capabilities
     selection.require_op(backends.accelerator, claims, name)
+    backend = None if where.unlike else registry.accelerator(backends.accelerator)
     mapped = partial(
         world_map,
         ranks_per_node=where.ranks_per_node,
         constants=_fit(claims, world).constants_by(
             constants_file or settings.constants,
-            registry.accelerator(backends.accelerator).cards_of(world),
+            () if backend is None else backend.cards_of(world),
         ),
         group=claims.process_group,
         pinning=settings.pinning,
@@ -208,7 +214,7 @@ def command(
         chunk=chunk,
         path=path or path_of(name, settings.path),
         exchange=exchange or settings.exchange,
-        schedule=registry.accelerator(backends.accelerator).schedule,
+        schedule=mixed.schedule if backend is None else backend.schedule,
     )
     made, considered, pipeline = planned(world=here)
     notes = where.notes + _assumed(made, here, claims)
@@ -216,10 +222,9 @@ def command(
         notes += _of_another_cpu(made, world)
     console = Terminal()
     if not as_json:
-        console.print(render.topology(world))
+        console.print(render.topology(where.machines or world))
         console.print(render.plan(made, notes, verbose=verbose))
-    found = None
-    constants = here.constants
+    found, constants = None, here.constants
     if constants is None and (simulated or trace_file or scaling_file):
         raise Unsupported(
             f"accelerator {backends.accelerator!r} brings no constants of these chips, so nothing "
@@ -289,7 +294,9 @@ def _assumed(
     made: LaunchPlan | WhatIf, here: WorldMap, claims: AcceleratorCapabilities
 ) -> tuple[str, ...]:
     """Return a note if the number of the chips' cores is unknown."""
-    if isinstance(made, WhatIf) and made.prediction is None:
+    if isinstance(claims, MixedCapabilities) or (
+        isinstance(made, WhatIf) and made.prediction is None
+    ):
         return ()
     unknown = [
         described(one)
@@ -309,7 +316,8 @@ def _assumed(
 class PlannedWorld(NamedTuple):
     """The world to plan for. ``elsewhere``: real devices of a file, on which nothing can be
     launched from here. ``notes``: a sentence about each group of RDMA ports that are no rails, each
-    accelerator backend that was passed over, and each part of unlike nodes that is left out."""
+    accelerator backend that was passed over, each part of unlike nodes that is left out, and what is
+    known of the speed of each. ``machines``: the nodes as they are, if TCP stands for their NICs."""
 
     topology: Topology
     ranks_per_node: int
@@ -317,12 +325,18 @@ class PlannedWorld(NamedTuple):
     capabilities: AcceleratorCapabilities
     elsewhere: bool = False
     notes: tuple[str, ...] = ()
+    machines: Topology | None = None
+
+    @property
+    def unlike(self) -> bool:
+        """Return whether the nodes have backends of their own (:mod:`mkernel.plan.mixed`)."""
+        return isinstance(self.capabilities, MixedCapabilities)
 
 
 def planned_world(
     settings: Settings,
     op: OpName,
-    file: Path | None,
+    files: tuple[Path, ...],
     nodes: int | None,
     ranks_per_node: int | None,
     *,
@@ -337,13 +351,15 @@ def planned_world(
         InputFileError, ArgumentError: as :func:`world_of_file`. UnknownBackend. BackendUnavailable:
         nothing runs there, or has a device here; states why. NoRoute: no NIC is of the named kind.
     """
-    world, left_out = world_of_file(file, nodes) if file else (None, ())
+    several = JOINT in (accelerator or settings.accelerator)
+    world, left_out = world_of_file(files, nodes, several) if files else (None, ())
     if world is not None and ranks_per_node is None:
         ranks_per_node, uneven = ranks_on_each(world)
         left_out += uneven
     if world is not None and not world.nodes[0].accelerators[0].emulated:
         assert ranks_per_node is not None
-        planned = _elsewhere(settings, op, world, ranks_per_node, accelerator, nic, verbs)
+        find = _unlike if several or _kinds(world) > 1 else _elsewhere
+        planned = find(settings, op, world, ranks_per_node, accelerator, nic, verbs)
         return planned._replace(notes=left_out + planned.notes)
     name = selection.named_for(op, accelerator or settings.accelerator)
     if world is not None:
@@ -362,6 +378,7 @@ def planned_world(
         settings, nodes, accelerator=name, nic=nic, verbs=verbs, by_host=by_host
     )
     if world is None:
+        file = files[0] if files else None
         world = world_of_machine(backends, nodes, ranks_per_node, settings, file)
     if by_host and nodes > 1:
         left_out += (_APART,)
@@ -410,7 +427,7 @@ def _elsewhere(
         return PlannedWorld(
             world, ranks_per_node, Backends(name, None, None), claims, True, passed_over
         )
-    nic, verbs = nic or settings.nic, verbs or settings.verbs
+    given, nic, verbs = nic, nic or settings.nic, verbs or settings.verbs
     if nic == AUTO:
         ports = tuple(port for node in world.nodes for port in real_ports(node))
         nic = selection.nic_of(ports)
@@ -422,6 +439,9 @@ def _elsewhere(
             )
         nic = nic or selection.chosen_nic(SOFT)
     every = world
+    drives = {selection.nic_of(real_ports(node)) for node in world.nodes}
+    if len(drives) > 1 and None not in drives and given in (None, AUTO) and settings.nic == AUTO:
+        return _unlike(settings, op, world, ranks_per_node, accelerator, None, None)
     world, left_out = keep_rails(world, nic, registry.nic(nic).kinds)
     if left_out and not any(usable_nics(node) for node in world.nodes):
         raise NoRoute(
@@ -435,27 +455,105 @@ def _elsewhere(
     return PlannedWorld(world, together, backends, claims, True, passed_over + left_out)
 
 
-def world_of_file(file: Path, nodes: int | None) -> tuple[Topology | None, tuple[str, ...]]:
+def _kinds(world: Topology) -> int:
+    """Count the kinds of accelerators of a world whose nodes have one each."""
+    return len({node.accelerators[0].kind for node in world.nodes})
+
+
+def _unlike(
+    settings: Settings,
+    op: OpName,
+    world: Topology,
+    ranks_per_node: int,
+    accelerator: str | None,
+    nic: str | None,
+    verbs: str | None,
+) -> PlannedWorld:
+    """Plan for nodes each of which has a backend of its own: the first named one that fits, or that
+    ``auto`` would choose there. They are joined by a NIC backend that drives ports of all of them, or
+    by TCP."""
+    sides: dict[int, mixed.Side] = {}
+    for node in world.nodes:
+        if id(node.accelerators) not in sides:  # copies of a node share them
+            made = _side(settings, op, node, ranks_per_node, accelerator)
+            sides[id(node.accelerators)] = made
+    chosen = [sides[id(node.accelerators)] for node in world.nodes]
+    claims, machines = mixed.capabilities(chosen), world
+    drives = {selection.nic_of(real_ports(node)) for node in world.nodes}
+    wanted: str | None = nic or settings.nic
+    if wanted == AUTO:
+        wanted = next(iter(drives)) if len(drives) == 1 else None
+    notes = tuple(dict.fromkeys(map(str, chosen)))
+    if wanted is None or wanted == selection.TCP[0]:
+        wanted, verbs = selection.TCP
+        world = by_tcp(world)
+        notes += ("TCP joins the nodes: no NIC backend drives RDMA ports of all of them",)
+    else:
+        world, left_out = keep_rails(world, wanted, registry.nic(wanted).kinds)
+        require_ports(machines, world, wanted)
+        verbs, notes = verbs or settings.verbs, notes + left_out
+    backends = Backends(mixed.name_of(chosen), wanted, SYSTEM if verbs == AUTO else verbs)
+    return PlannedWorld(world, ranks_per_node, backends, claims, True, notes, machines)
+
+
+def _side(
+    settings: Settings, op: OpName, node: Node, ranks: int, accelerator: str | None
+) -> mixed.Side:
+    """Return the backend of a node, with its constants there. BackendUnavailable, UnknownBackend."""
+    device = node.accelerators[0]
+    given = accelerator or settings.accelerator
+    if given == AUTO:
+        within = op if op != "all_reduce" else "gemm_all_reduce"  # its sums need no backend
+        name, _ = selection.accelerator_for(device, 1, within, ranks)
+    else:
+        names = [each.strip() for each in given.replace(",", JOINT).split(JOINT)]
+        fit = (
+            each
+            for each in names
+            if registry.accelerator(each).capabilities_on(device).misfit(device) is None
+        )
+        name = next(fit, names[0])
+    backend = registry.accelerator(name)
+    alone = Topology(nodes=(node.model_copy(update={"id": 0}),))
+    claims = backend.capabilities_on(device)
+    here = world_map(alone, ranks, claims.constants_by(settings.constants, backend.cards_of(alone)))
+    return mixed.Side.of(name, claims.with_cores(here.cores), here.constants)
+
+
+def world_of_file(
+    files: tuple[Path, ...], nodes: int | None, several: bool
+) -> tuple[Topology | None, tuple[str, ...]]:
     """Return the nodes of a file, as they are, or its one machine ``nodes`` times (default: twice),
     with accelerators of one kind, and only real devices if there are any; and sentences about what
-    is left out. None: the file lists no accelerators, or lists one machine with only the prototypes
-    of its simulators.
+    is left out. Machines without a kind in common, or of which ``several`` are wanted, have a node for
+    each kind. None: the file lists no accelerators, or lists one machine with only the prototypes of
+    its simulators.
 
     Raises:
-        InputFileError: the file cannot be read.
+        InputFileError: a file cannot be read.
         ArgumentError: the file has several nodes, but not ``nodes``.
-        Unsupported: its nodes have no kind of accelerator in common.
+        Unsupported: a node has no accelerator.
     """
-    found, about = load(file), presets.note(str(file))
+    read_files = read(*files)
+    found, made = read_files.topology, len(files) > 1
     every = [one for node in found.nodes for one in node.accelerators]
     if not every or (len(found.nodes) == 1 and _prototypes(every)):
         return None, ()
-    found, left_out = of_one_kind(found)
-    left_out = (*(() if about is None else (f"{about.source}: {about.message}",)), *left_out)
+    told = [one for one in map(presets.note, map(str, files)) if one is not None]
+    told += [one for one in read_files.notes if one.source == "files"]
+    left_out = tuple(f"{one.source}: {one.message}" for one in told)
+    kinds = by_kind(found)
+    if kinds is not None and (several or not common_kinds(found)):
+        found, made = kinds, True
+    elif not several:
+        found, beside = of_one_kind(found)
+        left_out += beside
     if len(found.nodes) == 1:
         return replicate(found, 2 if nodes is None else nodes), left_out
     if nodes is not None and len(found.nodes) != nodes:
-        raise ArgumentError("--nodes", nodes, f"{len(found.nodes)}, the nodes of {file}")
+        if made:
+            return repeat_each(found, nodes), left_out
+        raise ArgumentError("--nodes", nodes, f"{len(found.nodes)}, the nodes of {files[0]}")
     return found, left_out
 
 

@@ -61,7 +61,7 @@ def command(
             metavar="FILE|PRESET",
             help=f"Read a machine from {formats.KNOWN}, JSON that this command printed, or a "
             "description of your own; or take one of --list. Given several times: files about one "
-            "machine, merged.",
+            "machine are merged, and another machine is one more node.",
         ),
     ] = None,
     sysfs_root: Annotated[
@@ -129,7 +129,10 @@ def command(
         terminal.write_json(report(found).model_dump_json(indent=2, by_alias=True))
         return
     if as_matrix:
-        terminal.write(matrix(first))
+        nodes = found.topology.nodes
+        titles = [f"node {node.id} · {node.hostname}\n" if nodes[1:] else "" for node in nodes]
+        parts = [title + matrix(node) for title, node in zip(titles, nodes, strict=True)]
+        terminal.write("\n\n".join(parts))
         return
     console = Terminal()
     console.print(tree(found.topology))

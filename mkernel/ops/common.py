@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 from mkernel.backends.contracts.instrumented import View
 from mkernel.plan.arguments import NOTHING, Around, path_of
 from mkernel.plan.invariance import resolved
+from mkernel.plan.mixed import MixedCapabilities
 from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice, Scales
 from mkernel.plan.planner import Plans
 from mkernel.plan.shapes import takes
@@ -45,9 +46,13 @@ def engine_for(
     dtype: str | None,
     scales: Scales | None = None,
 ) -> Engine:
-    """Return the engine that runs a call of these sizes. Unsupported."""
+    """Return the engine that runs a call of these sizes. Unsupported; DtypeError: some of unlike nodes
+    lack the dtype."""
     if not world.backends.companions:
-        return world.engine(op)
+        found = world.engine(op)
+        if dtype is not None and isinstance(found.claims, MixedCapabilities):
+            found.claims.check_dtype(dtype)
+        return found
     return world.engine(op, lambda claims: takes(claims, op, sizes, world.size, dtype, scales))
 
 

@@ -78,6 +78,8 @@ def native_op(
             return made(**given | {"group": group_name(group)})
         if local is not None and not _USUAL.issuperset(map(type, values)):
             given |= local(given)
+        if caller == AUTOGRAD:
+            current(group).check_gradients(name)
         if signature is None and autocasts and autocast.enabled():
             if caller == TORCH:
                 with autocast.off():
@@ -249,7 +251,13 @@ def register(
         quick = made(USER, registered=registered, local=local)
     if communicates and differentiable:
         # What torch itself would register: it sees to what is not just computed.
-        records = autograd.make_autograd_impl(op, autograd.Info(derivative, save))
+        make = autograd.make_autograd_impl(op, autograd.Info(derivative, save))
+
+        def records(*values: Any, **given: Any) -> Any:
+            if torch.is_grad_enabled() and torch._C._any_requires_grad(*values):
+                current(given.get("group")).check_gradients(name)
+            return make(*values, **given)
+
         graph = _op(name, parameters, defaults, GRAPH, records, any_rows=any_rows)
         _LIBRARY.impl(name, graph, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
         if not any("List" in str(each.type) for each in arguments):

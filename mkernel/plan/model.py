@@ -63,6 +63,10 @@ class Schedule(Model):
         their owners, whose sums travel again."""
         return False
 
+    def own_sizes(self, op: str) -> set[str]:
+        """Return the sizes that each rank has for itself, so that ranks do not compare them."""
+        return set()
+
     @property
     def partials(self) -> str:
         """Return the dtype in which partial results of a GEMM op travel: that of ``sums``, of
@@ -494,7 +498,14 @@ class LaunchPlan(CommonPart):
     def decisions(self) -> dict[str, Any]:
         """Return everything that ranks must share, as JSON: the plan without its prediction and its
         copies, which peers do not see."""
-        return self.model_dump(mode="json", exclude=_OF_A_RANK)
+        own = self._own_sizes
+        return self.model_dump(
+            mode="json", exclude={**dict.fromkeys(_OF_A_RANK, True), "shape": own}
+        )
+
+    @property
+    def _own_sizes(self) -> set[str]:
+        return self.schedule.own_sizes(self.op) if self.schedule else set()
 
     def like(self, shape: Shape, times: Prediction | None, schedule: Schedule) -> Self:
         """Return this plan with other sizes, and what was decided for them, unchecked."""
@@ -505,11 +516,9 @@ class LaunchPlan(CommonPart):
 
     @cached_property
     def _digest(self) -> str:
-        own = [
-            each.__pydantic_serializer__.to_json(each)
-            for each in (self.shape, self.schedule)
-            if each
-        ]
+        shape = self.shape.__pydantic_serializer__.to_json(self.shape, exclude=self._own_sizes)
+        schedule = self.schedule
+        own = [shape, schedule.__pydantic_serializer__.to_json(schedule)] if schedule else [shape]
         return sha256(b" ".join([self._rest.encode(), *own])).hexdigest()
 
     @cached_property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -13,12 +14,13 @@ from rich.text import Text
 from rich.tree import Tree
 
 from mkernel.plan.missing import WhatIf
+from mkernel.plan.mixed import MixedSchedule, wire_gbs
 from mkernel.plan.model import CommonPart, GemmShape, LaunchPlan, Prediction, Schedule
 from mkernel.plan.request import Alternative
 from mkernel.plan.simulate import Simulation
 from mkernel.plan.traffic import traffic_of
 from mkernel.tabular import Column, Sheet, amount, duration
-from mkernel.topology.kinds import spans
+from mkernel.topology.kinds import node_kinds, spans
 from mkernel.topology.lanes import NicSchedule
 from mkernel.topology.model import Accelerator, Nic, Node, Topology
 from mkernel.topology.routes import RouteKind, RouteTable
@@ -32,24 +34,31 @@ MAX_LINES = 15
 def topology(world: Topology) -> RenderableType:
     """Draw nodes with their CPUs, accelerators and NICs; equal devices share a line.
 
-    If not everything fits into 15 lines, the first nodes are shown and the rest is counted.
+    If not everything fits into 15 lines, the first nodes are shown, and the first of each other kind
+    of node; the rest is counted.
     """
     count = len(world.nodes)
     tree = Tree(_line(f"topology · {count} {'node' if count == 1 else 'nodes'}", "bold"))
     left = MAX_LINES - 2  # the title, and the line that counts what is not shown
-    for shown, node in enumerate(world.nodes):
+    kinds, hidden = node_kinds(world).of, 0
+    for number, node in enumerate(world.nodes):
         lines = _node_lines(node)
-        if shown and len(lines) > left:
-            tree.add(_line(f"… and {count - shown} more nodes"))
-            break
+        if number and (hidden or len(lines) > left) and kinds[number] in kinds[:number]:
+            hidden += 1
+            continue
+        if hidden:
+            tree.add(_line(f"… and {hidden} more of these"))
+        hidden = 0
         branch = tree.add(_line(lines[0]))
-        room = max(1, left - 1)
+        room = max(len(lines) if number else 1, left - 1)
         rest = lines[1:]
         for line in rest if len(rest) <= room else rest[: room - 1]:
             branch.add(_line(line))
         if len(rest) > room:
             branch.add(_line(f"… and {len(rest) - room + 1} more"))
         left -= len(lines)
+    if hidden:
+        tree.add(_line(f"… and {hidden} more nodes"))
     return tree
 
 
@@ -85,6 +94,10 @@ def plan(
         **({"lanes": _lanes(made.nics, made.routes)} if made.nics else {}),
         **({"around": around} if (around := _around(made)) else {}),
     }
+    if isinstance(made, LaunchPlan) and isinstance(made.schedule, MixedSchedule):
+        rows["wire"] = (
+            f"{made.nic}, through host memory, {wire_gbs(made):.3g} GB/s a rank (predicted)"
+        )
     if isinstance(made, LaunchPlan):
         rows |= {"schedule": _schedule(made.schedule, unused=verbose)}
     elif made.nodes > 1:
@@ -256,6 +269,9 @@ def _schedule(part: Schedule | None, *, unused: bool) -> str:
 def _word(value: object) -> str:
     if value is None:
         return "none"
+    if isinstance(value, tuple):
+        runs = ((each, len([*run])) for each, run in groupby(value))
+        return ", ".join(f"{count} x {each}" if count > 1 else str(each) for each, count in runs)
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
@@ -311,13 +327,19 @@ def _node_lines(node: Node) -> list[str]:
     known = {device.numa_node for device in node.accelerators}
     known |= {device.numa_node for device in node.nics} | {part.id for part in node.numa}
     where = _where if len(known - {None}) > 1 else lambda _: ""
-    lines += _grouped(node.accelerators, lambda device: accelerator_name(device) + where(device))
+    lines += _grouped(
+        node.accelerators, lambda device: accelerator_name(device) + _memory(device) + where(device)
+    )
     lines += _grouped(node.nics, lambda device: _nic(device) + where(device))
     if not node.accelerators:
         lines.append("no accelerator")
     if not node.nics:
         lines.append("no NIC")
     return lines
+
+
+def _memory(device: Accelerator) -> str:
+    return f" {device.memory_bytes / 2**30:.0f} GiB" if device.memory_bytes else ""
 
 
 def accelerator_name(device: Accelerator) -> str:

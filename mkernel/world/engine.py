@@ -46,13 +46,19 @@ class Engine:
     group: ProcessGroup | None = None
 
     def __init__(
-        self, backends: Backends, topology: Topology, identity: Identity, settings: Settings
+        self,
+        backends: Backends,
+        topology: Topology,
+        identity: Identity,
+        settings: Settings,
+        accelerator: AcceleratorBackend | None = None,
     ) -> None:
+        """Make the engine; ``accelerator``: a new instance; None: of the registry's backend."""
         self.backends = backends
         self._topology = topology
         self._me = identity
         self._settings = settings
-        self.accelerator: AcceleratorBackend = registry.new_accelerator(backends.accelerator)
+        self.accelerator = accelerator or registry.new_accelerator(backends.accelerator)
         claims = self.claims
         self.map: WorldMap = world_map(
             topology,

@@ -86,7 +86,7 @@ class FailureMonitor:
         self.running: deque[Launch] = deque()
         self._noticed = threading.Event()
         self._watchdog: Watchdog | None = None
-        self._pads: list[int] = []
+        self._pads: dict[int, int] = {}
         self.notice: Notice | None = None
         self.raised = False
         self.about: Mapping[str, Any] = {}
@@ -125,9 +125,10 @@ class FailureMonitor:
         )
         self._watchdog.start()
 
-    def guard(self, pad: int) -> None:
-        """Abort the signal pad at this address too, from now on, when the world breaks."""
-        self._pads.append(pad)
+    def guard(self, pad: int, first: int = 0) -> None:
+        """Abort the signal pad at this address too, from now on, when the world breaks. ``first``: the
+        rank that its records call 0."""
+        self._pads[pad] = first
         if self.notice is not None:  # an alarm rang before there was a pad to write it to
             self.take(self.notice)
 
@@ -257,9 +258,13 @@ class FailureMonitor:
 
     def _recorded(self) -> _Record | None:
         """Return what this rank's kernels and proxy recorded as wrong; None: nothing. Any thread."""
+        for pad, first in self._pads.items():
+            found: _Record | None = _transport.record_outcome(_transport.pad_record(pad))
+            if found is not None:
+                found[1].peer += first
+                return found
         kernels = filter(None, (each.record() for each in self.accelerators))
-        records = *map(_transport.pad_record, self._pads), *kernels
-        return next(filter(None, map(_transport.record_outcome, records)), None)
+        return next(filter(None, map(_transport.record_outcome, kernels)), None)
 
     def _own_notice(self) -> Notice | None:
         """Return a notice of what this rank recorded as wrong before any rank reported an error, or of

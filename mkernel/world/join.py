@@ -20,9 +20,10 @@ from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.nic import NicCapabilities, NicSession
 from mkernel.errors import ArgumentError, BackendUnavailable, PlanMismatch, Timeout, Unsupported
+from mkernel.plan.mixed import Side, name_of
 from mkernel.plan.model import LaunchPlan, first_difference
 from mkernel.plan.two_generation_cache import TwoGenerationCache
-from mkernel.selection import SOFT, SYSTEM
+from mkernel.selection import SOFT, SYSTEM, TCP, nic_and_verbs, of_node
 from mkernel.settings import PLANNED_SETTINGS, Settings
 from mkernel.topology.model import Topology
 from mkernel.version import __version__
@@ -34,6 +35,7 @@ from mkernel.world.failure import FailureMonitor
 from mkernel.world.heartbeats import HeartbeatTable
 from mkernel.world.identity import Backends, Identity
 from mkernel.world.memory import gone_before_mapped
+from mkernel.world.mixed import Mixed, NodeCalls
 from mkernel.world.process_group import GroupStore, group_store
 from mkernel.world.watchdog import Peer, host_identity
 
@@ -42,6 +44,8 @@ _SAME_ON_ALL_RANKS = (
     "from its own machine: name it where machines differ (MKERNEL_ACCELERATOR, MKERNEL_NIC, "
     "MKERNEL_VERBS)"
 )
+_OF_A_NODE = ("accelerator", "companions", "nic", "verbs")
+"""The choices that each of unlike nodes makes for itself."""
 _SAME_VERSION = (
     "install the same version of mkernel on every host; `mkernel --version` says which one it has"
 )
@@ -53,6 +57,7 @@ class Membership:
     Attributes:
         topology: the machines; the same on every rank.
         engines: by the names of their accelerators, the world's own first.
+        mixed: whether its nodes have unlike accelerators or NICs.
         session: what carries puts between nodes; None where none are.
 
     Args:
@@ -63,6 +68,7 @@ class Membership:
 
     topology: Topology
     session: NicSession | None = None
+    mixed = False
 
     def __init__(
         self,
@@ -119,11 +125,16 @@ class Membership:
         self._check_hosts(peers)
         self._failure.watch(peers, self._heartbeat_table(), self._settings.heartbeat_s)
 
+        machine.usable_accelerator(self._backends.accelerator)
+        if self.mixed:
+            self._agree_on_wire()
         own = self._backends
-        machine.usable_accelerator(own.accelerator)
         if own.nic is not None and own.verbs is not None:
             machine.usable_nic(own.nic, own.verbs)  # or a node without one says nothing of why
         self.topology = self._gather_topology(peers)
+        if self.mixed:
+            self._open_mixed()
+            return
         for name in own.accelerators:
             nics = (own.nic, own.verbs) if name == own.accelerator else (None, None)
             self.engines[name] = Engine(
@@ -135,6 +146,44 @@ class Membership:
             self._join_group(self.engine, "")
         elif own.nic is not None and own.verbs is not None:
             self._open_nic(own.nic, own.verbs)
+
+    def _agree_on_wire(self) -> None:
+        """Choose the NIC between unlike nodes, the same on all of them: their own, or TCP where these
+        are unlike too. Collective. PlanMismatch: one NIC on different providers."""
+        own, me = self._backends, self._me
+        named = of_node("nic", own.nic or self._settings.nic, me.node, me.nodes)
+        nic, verbs = nic_and_verbs(self._settings, named, own.verbs)
+        told = self._exchange.gather("wire", [nic, verbs])
+        for other in range(me.size):
+            if told[other][0] == nic and told[other][1] != verbs:
+                values = verbs, told[other][1]
+                raise PlanMismatch((me.rank, other), "world.verbs", values, _SAME_ON_ALL_RANKS)
+        if any(each[0] != nic for each in told.values()):
+            nic, verbs = TCP
+        self._backends = Backends(own.accelerator, nic, verbs)
+
+    def _open_mixed(self) -> None:
+        """Open a world of unlike nodes: the node's own backend, and the wire to the others."""
+        me, own = self._me, self._backends
+        node = NodeCalls(own.accelerator, self.topology, me, self._settings)
+        self.engines[own.accelerator] = node.engine  # closed and freed as any
+        self._exchange.publish(f"side/{me.rank}", node.side().model_dump(mode="json"))
+        firsts = [each * me.ranks_per_node for each in range(me.nodes)]
+        sides = self._exchange.collect("side", firsts)
+        known = tuple(Side.model_validate(sides[first]) for first in firsts)
+        node.open(self._failure, self.group_store, self._name, self._undo)
+        self._backends = Backends(name_of(known), own.nic, own.verbs)
+        engine = Engine(self._backends, self.topology, me, self._settings, Mixed(known, me, node))
+        self.engines[self._backends.accelerator] = engine
+        engine.open(self._exchange, self._failure, self._regions)
+        assert own.nic is not None
+        assert own.verbs is not None
+        self._open_nic(own.nic, own.verbs)
+
+    @property
+    def backends(self) -> Backends:
+        """Return the names of what the world runs on, of unlike nodes those of all."""
+        return self._backends
 
     def open(self, engine: Engine) -> None:
         """Open a companion. Collective. BackendUnavailable: it cannot run here."""
@@ -239,12 +288,22 @@ class Membership:
             if versions[1] not in (None, versions[0]):
                 raise PlanMismatch((rank, other), "world.mkernel", versions, _SAME_VERSION)
         peers = {other: Peer.from_hello(other, told) for other, told in hellos.items()}
-        for other in range(self._me.size):
-            found = first_difference(world, hellos[other]["world"], "world")
+        told = {other: hellos[other]["world"] for other in range(self._me.size)}
+        # Unlike accelerators, or NICs, are nodes of their own, and choose what else is theirs.
+        kinds = {(each["accelerator"], each["nic"]) for each in told.values()}
+        self.mixed = len(kinds) > 1
+        for other, each in told.items():
+            elsewhere = self.mixed and other not in self._node_ranks
+            own = {name: world[name] for name in _OF_A_NODE} if elsewhere else {}
+            found = first_difference(world, {**each, **own}, "world")
             if found:
                 raise PlanMismatch(
                     (rank, other), found[0], (found[1], found[2]), _SAME_ON_ALL_RANKS
                 )
+        self._kinds = [
+            str(told[node * self._me.ranks_per_node]["accelerator"])
+            for node in range(self._me.nodes)
+        ]
         self._devices = {other: told.get("device") for other, told in hellos.items()}
         self._exported_table = hellos[self._node_ranks[0]].get("heartbeats")
         return peers
@@ -297,6 +356,7 @@ class Membership:
                 node
                 for node in range(me.nodes)
                 if peers[node * me.ranks_per_node].host == peers[me.rank].host
+                and self._kinds[node] == self._kinds[me.node]  # others have devices of their own
             ]
             used = [
                 self._devices[rank]
@@ -340,7 +400,7 @@ class Membership:
             session.connect(peer, addresses[peer])
         session.start(engine.heap.pad, engine.map.placement[me.rank].proxy_cpus)
         self.session = engine.heap.session = self._failure.session = session
-        engine.heap.staged = engine.map.links.table.staged
+        engine.heap.staged = engine.map.links.table.staged and not self.mixed
         _check_reach(engine.accelerator, name, session.capabilities(), staged=engine.heap.staged)
         self._exchange.barrier()  # nobody puts before every queue pair is ready to receive
 

@@ -16,6 +16,7 @@ from mkernel import machine, selection
 from mkernel.backends import registry
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized, Unsupported
 from mkernel.plan.invariance import Invariant, Wanted, encoded
+from mkernel.plan.mixed import JOINT
 from mkernel.settings import AUTO, Settings, check_timeout
 from mkernel.settings import load as load_settings
 from mkernel.world import environment, exposition, groups
@@ -80,6 +81,9 @@ def init(
             An accelerator that is named is the world's only one. Several, ``"hopper,streams"`` or a
             sequence, run each op on the first that provides it, and so does ``auto`` where the one it
             prefers lacks ops. Companions take part from the first call that one of them runs.
+            ``"hopper+streams"``: unlike nodes, an equal number of each in this order, as ``nic`` may
+            be ``"cx7+efa"``; ranks whose nodes choose different ones make such a world too
+            (:mod:`mkernel.plan.mixed`). Nodes with unlike NICs are joined by TCP.
         timeout_s: deadline of every wait, in seconds.
         join_timeout_s: how long this call takes at most, in seconds, however late or silent others are.
         invariant: promise of all ops that a row's bits depend on that row and the weights alone
@@ -114,6 +118,8 @@ def init(
         )
     default = worlds.default
     settings = settings or (load_settings() if default is None else default.settings)
+    named = {name: each for name, each in (("nic", nic), ("verbs", verbs)) if each}
+    settings = settings.model_copy(update=named) if named else settings
     for limit, seconds in (("timeout_s", timeout_s), ("join_timeout_s", join_timeout_s)):
         if seconds is not None:
             check_timeout(limit, seconds)
@@ -153,15 +159,16 @@ class _Wanted(NamedTuple):
     verbs: str | None
     device: environment.Chosen | None
 
-    def backends(self, settings: Settings, nodes: int, ranks: int, *, by_host: bool) -> Backends:
+    def backends(self, settings: Settings, identity: Identity, *, by_host: bool) -> Backends:
+        given, place = self.accelerator or settings.accelerator, (identity.node, identity.nodes)
         return selection.backends(
             settings,
-            nodes,
+            identity.nodes,
             by_host=by_host,
-            accelerator=self.accelerator,
-            nic=self.nic,
+            accelerator=selection.of_node("accelerator", given, *place),
+            nic=selection.of_node("nic", self.nic or settings.nic, *place),
             verbs=self.verbs,
-            ranks=ranks,
+            ranks=identity.size,
         )
 
     def together(self, settings: Settings, ranks: int | None) -> int | None:
@@ -176,10 +183,11 @@ def ranks_together(
     accelerator: str | Sequence[str] | None, ranks: int | None, settings: Settings
 ) -> int | None:
     """Return :func:`mkernel.machine.ranks_together` of the accelerator that a user names, or of the
-    setting's, the first where they are several."""
-    if ranks == 1:
+    setting's, the first where they are several. None: all of them, or unlike nodes are named."""
+    given = accelerator or settings.accelerator
+    if ranks == 1 or JOINT in given:
         return None
-    name, *_ = selection.accelerator_names(accelerator or settings.accelerator)
+    name, *_ = selection.accelerator_names(given)
     name = selection.chosen_accelerator() if name == AUTO else name
     return machine.ranks_together(registry.accelerator(name), ranks, settings)
 
@@ -191,7 +199,7 @@ def _of_job(wanted: _Wanted, settings: Settings, stores: tuple[Store, Store] | N
     each = wanted.together(settings, min(job.per_host, job.size))
     identity = _identity(job, nodes, wanted.ranks_per_node or each)
     by_host = each is not None and job.per_host >= job.size
-    backends = wanted.backends(settings, identity.nodes, identity.size, by_host=by_host)
+    backends = wanted.backends(settings, identity, by_host=by_host)
     name = f"{STARTED}{generations[STARTED]}"
     deadline = JoinDeadline(settings.join_timeout_s)
     with worlds.joining(name):
@@ -231,7 +239,7 @@ def _of_group(group: ProcessGroup, wanted: _Wanted, settings: Settings) -> World
             Started(rank, size, size // found, None), wanted.nodes, wanted.ranks_per_node
         )
         by_host = split and len({host for host, _ in met}) == 1
-        backends = wanted.backends(settings, identity.nodes, size, by_host=by_host)
+        backends = wanted.backends(settings, identity, by_host=by_host)
         world = World(identity, backends, settings, stores, key, name, wanted.device, deadline)
         worlds.add(world, default=True)
     return world
@@ -414,6 +422,38 @@ def empty(shape: Sequence[int], dtype: torch.dtype, group: Group = None) -> torc
         OSError: no memory. NotInitialized, PeerFailure, Timeout.
     """
     return current(group).empty(shape, dtype)
+
+
+def shard(
+    size: int,
+    shards: Literal["even", "speed"] | Sequence[int] = "even",
+    *,
+    multiple_of: int = 1,
+    group: Group = None,
+) -> slice:
+    """Return this rank's part of a dimension that ranks may share unevenly where nodes are unlike: K of
+    GEMM+AllReduce and GEMM+ReduceScatter, columns of B of AllGather+GEMM. Not collective.
+
+    Rows, and everything in worlds of one kind of node, are shared evenly. Ranks of a node have equal
+    parts.
+
+    Args:
+        size: of the dimension, all ranks together.
+        shards: ``even``; ``speed``: in proportion to what the constants of each node's accelerator
+            predict of products in float16 (MKERNEL_CONSTANTS may be a file of each node's own); or the
+            size of a rank's part, by node.
+        multiple_of: each part is a multiple of it, at least one.
+        group: names the world; None: the default one.
+
+    Raises:
+        ArgumentError: the dimension cannot be cut so. Unsupported: uneven shares in a world of one kind
+            of node, or no constants of some node. NotInitialized: there is no such world.
+    """
+    world = current(group)
+    parts = world.shares(size, shards, multiple_of)
+    me = world.identity
+    first = me.ranks_per_node * sum(parts[: me.node]) + me.local_rank * parts[me.node]
+    return slice(first, first + parts[me.node])
 
 
 def graph_pool(group: Group = None) -> tuple[int, int] | None:

@@ -6,7 +6,7 @@ import hmac
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed import Store
@@ -16,6 +16,8 @@ from mkernel.backends.contracts.accelerator import AcceleratorBackend
 from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.nic import NicSession, NicStatistics
 from mkernel.backends.runtime._calls import CallPath
+from mkernel.errors import ArgumentError, Unsupported
+from mkernel.plan import mixed
 from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.planner import Plans
@@ -113,6 +115,7 @@ class World:
             name, device, identity, backends, settings, self._exchange, self._failure
         )
         self._membership.join()
+        self.backends = backends = self._membership.backends
         self._failure.joining = None
         self._agreement = Agreement(
             self._exchange,
@@ -160,6 +163,8 @@ class World:
                 it. None: they all take the same calls.
         """
         nodes, engines = self.identity.nodes, self._membership.engines
+        if self._membership.mixed:
+            return self._of_unlike_nodes(op)
         if takes is not None:
             return engines[selection.provider(self.backends, op, nodes, takes)]
         found = self._engines.get(op)
@@ -167,8 +172,62 @@ class World:
             found = self._engines[op] = engines[selection.provider(self.backends, op, nodes)]
         return found
 
+    def _of_unlike_nodes(self, op: str) -> Engine:
+        engine = self._membership.engine
+        ops = engine.claims.ops
+        if op not in ops:
+            raise Unsupported(
+                f"a world of unlike nodes ({engine.backends.accelerator}) runs {', '.join(ops)}, not "
+                f"{op!r}; call it in a world of the ranks of one kind (group=)"
+            )
+        return engine
+
+    def check_gradients(self, op: str) -> None:
+        """Raise Unsupported where calls of an op have no gradients, before anything starts."""
+        if self._membership.mixed:
+            raise Unsupported(
+                f"{op} has no gradients in a world of unlike nodes ({self.backends.accelerator}); call "
+                "it under torch.no_grad(), or train in a world of one kind (group=)"
+            )
+
+    def shares(
+        self, size: int, wanted: Literal["even", "speed"] | Sequence[int], multiple: int
+    ) -> tuple[int, ...]:
+        """Return what each rank of a node gets of a dimension, by node; as
+        :func:`mkernel.world.lifecycle.shard` says."""
+        me, claims = self.identity, self._membership.engine.claims
+        if wanted == "even":
+            return mixed.shares(size, multiple, me.ranks_per_node, [1.0] * me.nodes)
+        if not isinstance(claims, mixed.MixedCapabilities):
+            raise Unsupported(
+                f"shards={wanted!r}: the nodes of this world are alike "
+                f"({self.backends.accelerator}), and share everything evenly"
+            )
+        if wanted == "speed":
+            speeds = [side.tflops.get("float16", 0.0) for side in claims.sides]
+            if not all(speeds):
+                name = claims.sides[speeds.index(0.0)].accelerator
+                raise Unsupported(
+                    f"shards='speed': nobody says how fast a rank on {name!r} is; MKERNEL_CONSTANTS "
+                    "names a file that does (`mkernel probe --measure`)"
+                )
+            return mixed.shares(size, multiple, me.ranks_per_node, speeds)
+        given = tuple(wanted)
+        fits = len(given) == me.nodes and me.ranks_per_node * sum(given) == size
+        if not fits or any(each < 1 or each % multiple for each in given):
+            raise ArgumentError(
+                "shards",
+                list(given),
+                f"{me.nodes} multiples of {multiple}, one a node, that are {size} with "
+                f"{me.ranks_per_node} ranks on each",
+            )
+        return given
+
     def engines(self) -> list[Engine]:
-        """Return the engines of all of the world's accelerators, its own first."""
+        """Return the engines of all of the world's accelerators, its own first; of unlike nodes the one
+        that they share."""
+        if self._membership.mixed:
+            return [self._membership.engine]
         return [*self._membership.engines.values()]
 
     @property

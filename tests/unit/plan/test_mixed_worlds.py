@@ -13,7 +13,8 @@ from devices import world as worlds
 
 from mkernel.cli.plan import PlanReport, command
 from mkernel.errors import MkernelError, NoRoute, Unsupported
-from mkernel.topology.model import Accelerator, Nic, Node
+from mkernel.plan.mixed import MixedSchedule, wire_gbs
+from mkernel.topology.model import Accelerator, Nic, Node, Topology
 
 
 def some(kind: str, count: int = 8, name: str = "NVIDIA H100") -> tuple[Accelerator, ...]:
@@ -34,26 +35,82 @@ def plan(tmp_path: Path, *nodes: Node, flags: tuple[str, ...] = ()) -> PlanRepor
 @pytest.mark.parametrize(
     ("nodes", "message"),
     [
-        ((node(some("cuda")), node(some("ascend"))), "node 0 has 8 cuda, node 1 has 8 ascend"),
-        (
-            (node(some("cuda")), node(some("rocm", 4)), node(some("cuda"))),
-            "nodes 0, 2 have 8 cuda, node 1 has 4 rocm",
-        ),
         ((node(some("cuda")), node()), "node 0 has 8 cuda, node 1 has none"),
         ((node(), node(some("cuda"))), "node 0 has none, node 1 has 8 cuda"),
-        (
-            (node(some("cuda", 2)), node((*some("ascend", 1), *some("rocm", 1)))),
-            "node 0 has 2 cuda, node 1 has 1 ascend and 1 rocm",
-        ),
         ((node(some("cuda")), node((SIM,))), "node 0 has 8 cuda, node 1 has none"),
     ],
 )
-def test_nodes_without_a_kind_in_common(
+def test_a_node_without_an_accelerator(
     tmp_path: Path, nodes: tuple[Node, ...], message: str
 ) -> None:
     with pytest.raises(Unsupported, match=message) as error:
         plan(tmp_path, *nodes)
-    assert "worlds of several kinds of accelerators are not supported" in str(error.value)
+    assert "leave nodes without out" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "accelerators", "ranks"),
+    [
+        ((node(some("cuda")), node(some("ascend"))), ("hopper", "streams"), 8),
+        (
+            (node(some("cuda")), node(some("rocm", 4)), node(some("cuda"))),
+            ("hopper", "streams", "hopper"),
+            4,
+        ),
+        (
+            (node(some("cuda", 2)), node((*some("ascend", 1), *some("rocm", 1)))),
+            ("hopper", "streams", "streams"),
+            1,
+        ),
+    ],
+)
+def test_each_kind_is_a_node_of_its_own(
+    tmp_path: Path, nodes: tuple[Node, ...], accelerators: tuple[str, ...], ranks: int
+) -> None:
+    found = plan(tmp_path, *nodes, flags=("--m", "960")).plan
+    assert found is not None
+    assert (found.nodes, found.ranks_per_node) == (len(accelerators), ranks)
+    assert isinstance(found.schedule, MixedSchedule)
+    assert found.schedule.accelerators == accelerators
+    assert found.accelerator == "hopper+streams"
+    kinds = [found.placement[node * ranks].accelerator for node in range(found.nodes)]
+    assert len(set(kinds)) == len({one.kind for each in nodes for one in each.accelerators})
+    assert (found.nic, found.verbs) == ("tcp", "sockets")
+    assert found.route(0, found.world_size - 1).staged == ("source", "destination")
+
+
+def test_two_kinds_of_one_machine_are_two_nodes_where_both_are_named(tmp_path: Path) -> None:
+    both = node((*some("rocm", 2), *some("cuda", 4)), ports("cx"))
+    flags = ("--accelerator", "streams+hopper", "--ranks-per-node", "2")
+    found = plan(tmp_path, both, flags=flags).plan
+    assert found is not None
+    assert isinstance(found.schedule, MixedSchedule)
+    assert found.schedule.accelerators == ("streams", "streams")
+    assert [found.placement[rank].accelerator for rank in (0, 2)] == ["rocm0", "cuda0"]
+    assert found.nic == "cx7"
+
+
+def test_machines_of_several_files_share_the_nodes(tmp_path: Path) -> None:
+    files = []
+    for kind in ("cuda", "ascend"):
+        files.append(tmp_path / f"{kind}.json")
+        one = node(some(kind), ports("cx"), hostname=kind)
+        files[-1].write_text(Topology(nodes=(one,)).model_dump_json())
+    given = [flag for file in files for flag in ("--topology", str(file))]
+    text = commands.run(command, "gemm_ar", *given, "--nodes", "8", "--json")
+    found = PlanReport.model_validate_json(text)
+    assert found.plan is not None
+    assert isinstance(found.plan.schedule, MixedSchedule)
+    assert found.plan.schedule.accelerators == ("hopper",) * 4 + ("streams",) * 4
+    assert found.plan.nic == "cx7"
+    assert "speed of a rank on streams: unknown" in found.notes
+    assert any("TFLOP/s in float16" in note for note in found.notes)
+    with pytest.raises(MkernelError, match="nodes = 3 is not legal; expected a multiple of 2"):
+        commands.run(command, "gemm_ar", *given, "--nodes", "3")
+    shown = commands.run(command, "gemm_ar", *given, "--nodes", "8")
+    assert "wire" in shown
+    assert "50 GB/s a rank (predicted)" in shown
+    assert "node 4 · ascend" in shown
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -64,8 +121,8 @@ def test_kinds_beside_the_one_that_is_planned_are_noted(tmp_path: Path, nodes: i
     assert found.plan.placement[0].accelerator == "cuda0"
     where = "nodes 0 to 1 have" if nodes > 1 else "node 0 has"
     assert (
-        f"left out beside cuda: {where} 1 rocm: worlds of several kinds of accelerators are not "
-        "supported"
+        f"left out beside cuda: {where} 1 rocm: a world takes one kind that all have; "
+        "--accelerator a+b gives each kind a node of its own"
     ) in found.notes
 
 
@@ -91,12 +148,18 @@ def test_unlike_numbers_of_accelerators_are_noted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kinds", [("efa", "cx"), ("cx", "efa")])
 def test_nodes_whose_nics_are_of_unlike_kinds(tmp_path: Path, kinds: tuple[str, str]) -> None:
-    nodes = [node(some("cuda"), ports(kind)) for kind in kinds]
+    """TCP joins them, as fast as the fastest port that runs Ethernet, which a node's ranks share."""
+    slow = port(9, id="eth0", name="eth0", kind="ethernet", speed_gbps=80)
+    nodes = [node(some("cuda"), (*ports(kind), slow)) for kind in kinds]
+    found = plan(tmp_path, *nodes, flags=("--accelerator", "hopper")).plan
+    assert found is not None
+    assert (found.accelerator, found.nic) == ("hopper+hopper", "tcp")
+    assert wire_gbs(found) == 10 / 8
     with pytest.raises(NoRoute) as error:
-        plan(tmp_path, *nodes, flags=("--accelerator", "hopper"))
+        plan(tmp_path, *nodes, flags=("--accelerator", "hopper", "--nic", "cx7"))
     said = str(error.value)
     assert f"node 0 has 8 {kinds[0]} NIC ports, node 1 has 8 {kinds[1]} NIC ports" in said
-    assert "NICs of unlike kinds are not supported" in said
+    assert "TCP joins the nodes" in said
     assert "has no NIC" not in said
 
 

@@ -127,8 +127,10 @@ def test_nodes_are_shown_as_far_as_there_is_room() -> None:
     assert "more nodes" not in text
     assert "node 1" in text
     large = node(tuple(gpu(i, name=f"model {i}") for i in range(20)))
-    text = "\n".join(lines(render.topology(many(large, small))))
+    text = "\n".join(lines(render.topology(many(large, large, small, small))))
     assert "model 0" in text
+    assert "and 1 more of these" in text
+    assert "node 2" in text  # another kind of node
     assert "and 1 more nodes" in text
 
 

@@ -94,6 +94,7 @@ def test_nodes_of_one_host_are_made_of_what_their_own_ranks_use(
     membership: Any = SimpleNamespace(
         _me=Identity(2 * node, nodes=2, ranks_per_node=2),
         _devices=used,
+        _kinds=["cuda", "cuda"],
         _backends=Backends("cuda", None, None),
         _settings=Settings(),
         _exchange=SimpleNamespace(

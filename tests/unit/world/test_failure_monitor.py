@@ -136,7 +136,7 @@ def test_an_own_failure_is_told_as_long_as_nobody_told_one(
     record = ctypes.create_string_buffer(_transport.RECORD_BYTES)
     pad = HostMemory.create(_transport.pad_bytes(1))
     _transport.pad_format(pad.address, 1)
-    monitor._pads.append(pad.address)
+    monitor._pads[pad.address] = 0
     monitor.accelerators += [Mock(record=lambda: 0), Mock(record=lambda: ctypes.addressof(record))]
     assert monitor._own_notice() is None
     code = _transport.AbortCode.peer_failure

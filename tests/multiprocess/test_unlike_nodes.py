@@ -1,0 +1,196 @@
+"""Worlds whose nodes have unlike accelerators: ops judged by the cases' float64 oracle, what is refused
+before anything starts, and what ranks of one kind hear of a dead or slow rank of another."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_world import DEADLINE_S, TOLD_S, relative, survivors
+
+import mkernel
+from mkernel.backends.runtime.host_kernels import Kernel
+from mkernel.cases import case_of
+from mkernel.conformance.ranks import Judge, judge_calls
+from mkernel.errors import MkernelError
+from mkernel.world.mixed import Mixed, NodeCalls
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
+BOTH: dict[str, Any] = {
+    "nodes": 2, "accelerator": "ascend+streams", "nic": "cx7", "verbs": "soft", "timeout_s": DEADLINE_S,
+}  # fmt: skip
+SIZES = {
+    "all_gather_gemm": {"m": 120, "n": 48, "k": 64},
+    "gemm_reduce_scatter": {"m": 120, "n": 48, "k": 64},
+    "gemm_all_reduce": {"m": 13, "n": 48, "k": 64},
+    "all_reduce": {"m": 13, "n": 48},
+}
+"""Rows that neither chunks nor ranks divide, where that is legal."""
+
+
+def case(op: str, chunk: int | None = 4, dtype: str = "float16", **fields: Any) -> Any:
+    make: Any = case_of(op)
+    return make(sizes=SIZES[op], dtype=dtype, out_dtype=dtype, chunk=chunk, **fields)
+
+
+def wrong_results() -> list[str]:
+    found = []
+    for op in SIZES:
+        found += judge_calls(case(op), 4)
+        found += judge_calls(case(op, chunk=None, dtype="float32"), 2)
+    found += judge_calls(case("all_gather_gemm", layout="column", options={"bias": True}), 2)
+    found += judge_calls(case("gemm_all_reduce", options={"norm": "residual"}), 2)
+    return found + unlike_shares() + repeated()
+
+
+def unlike_shares() -> list[str]:
+    """Give each node terms, or columns, of its own number."""
+    world = mkernel.world()
+    draw = torch.Generator().manual_seed(3)
+    k, each = 384, world.identity.ranks_per_node
+    a = torch.randn(8 * world.size, k, generator=draw).half()
+    b = torch.randn(k, k, generator=draw).half()
+    found = []
+    for shards in ("even", "speed", [k // each - 32, 32]):
+        own = mkernel.shard(k, shards, multiple_of=16)
+        rows, whole = a.chunk(world.size)[world.rank], a.double() @ b.double()
+        errors = {
+            "scatter": relative(
+                mkernel.gemm_reduce_scatter(a[:, own], b[own]), whole.chunk(world.size)[world.rank]
+            ),
+            "reduce": relative(mkernel.gemm_all_reduce(a[:, own], b[own]), whole),
+            "gather": relative(mkernel.all_gather_gemm(rows, b[:, own]), whole[:, own]),
+        }
+        found += [
+            f"{name}, {shards}: off by {each}" for name, each in errors.items() if each > 1e-3
+        ]
+        ends = world.gather("test", [own.start, own.stop])
+        told = [ends[rank] for rank in range(world.size)]
+        if [one[0] for one in told] + [k] != [0] + [one[1] for one in told]:
+            found.append(f"{shards}: parts {told} leave gaps")
+    return found
+
+
+def repeated() -> list[str]:
+    """Call twice with the same inputs; parameters under no_grad are no gradients."""
+    judge = Judge(case("gemm_all_reduce"))
+    given = {name: torch.nn.Parameter(each) for name, each in judge.inputs(0).items()}
+    with torch.no_grad():
+        one, other = (mkernel.gemm_all_reduce(given["a"], given["b"]) for _ in range(2))
+    return [] if torch.equal(one, other) else ["the same call has other bits"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ops_of_unlike_nodes(ranks: int) -> None:
+    assert mkernel.launch(wrong_results, ranks_per_node=ranks, **BOTH) == [[]] * 2 * ranks
+
+
+def over_tcp() -> tuple[list[str], str | None]:
+    found = [wrong for op in SIZES for wrong in judge_calls(case(op), 3)]
+    return found, mkernel.world().backends.nic
+
+
+def test_nodes_whose_nics_differ_are_joined_by_tcp() -> None:
+    world = BOTH | {"accelerator": "ascend", "nic": "cx7+efa"}
+    assert mkernel.launch(over_tcp, ranks_per_node=1, **world) == [([], "tcp")] * 2
+
+
+def refused() -> tuple[list[str], Any]:
+    half = torch.ones(4, 32).half()
+    calls = {
+        "dtype": lambda: mkernel.all_reduce(half.double()),
+        "gradients": lambda: mkernel.all_gather_gemm(half.clone().requires_grad_(), half.t()),
+        "of several": lambda: mkernel.all_gather_gemm(
+            half.clone().requires_grad_(), [half.t()] * 2
+        ),
+        "experts": lambda: mkernel.moe_dispatch_gemm(half, torch.zeros(4, 1).int(), half[None]),
+        "attention": lambda: mkernel.ring_attention(*[half.view(1, 2, 2, 32)] * 3),
+    }
+    found = []
+    for call in calls.values():
+        with pytest.raises(MkernelError) as error:
+            call()
+        found.append(f"{type(error.value).__name__}: {error.value}")
+    return found, mkernel.stats().calls
+
+
+def test_what_unlike_nodes_cannot_do_is_refused_by_name() -> None:
+    (found, calls), other = mkernel.launch(refused, ranks_per_node=1, **BOTH)
+    assert (found, calls) == other
+    assert calls == {}
+    assert found[0].startswith("DtypeError: dtype = 'float64'")
+    assert "accelerator 'ascend' lacks it" in found[0]
+    assert found[1].startswith("Unsupported: all_gather_gemm has no gradients")
+    assert found[2].startswith("Unsupported: all_gather_gemms has no gradients")
+    assert "not 'moe_dispatch_gemm'" in found[3]
+    assert "not 'ring_attention'" in found[4]
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_all_hear_of_a_rank_that_dies(victim: int) -> None:
+    world = BOTH | {"ranks_per_node": 2}
+    for kind, seconds, message in survivors(case("gemm_reduce_scatter"), victim, "kill", **world):
+        assert kind == "PeerFailure"
+        assert f"rank {victim}" in message
+        assert seconds < TOLD_S
+
+
+def with_one_shifted() -> list[str]:
+    """Put the rows of a chunk one row later than they belong, on one rank of one kind."""
+    if mkernel.world().rank == 0:
+        plain = Mixed._here
+
+        def shifted(self: Mixed, part: torch.Tensor, tensors: Any) -> torch.Tensor:
+            return plain(self, part.roll(1, 0), tensors)
+
+        Mixed._here = shifted  # type: ignore[method-assign]
+    return [*judge_calls(case("all_gather_gemm"), 1)]
+
+
+def test_a_planted_shift_of_a_row_is_found() -> None:
+    found = mkernel.launch(with_one_shifted, ranks_per_node=1, **BOTH)
+    assert "wrong" in found[0][0]
+    assert found[1] == []
+
+
+def last_chunk_held_back(flag: Path) -> list[str]:
+    """Send the last chunk from rank 1 only once rank 0 has multiplied the first one of rank 1's."""
+    put, run, made = Kernel.put, NodeCalls.run, []
+
+    def late(self: Kernel, peer: int, part: torch.Tensor, signal: int) -> None:
+        made.append(signal)
+        deadline = time.monotonic() + TOLD_S
+        while len(made) == 3 and not flag.exists():
+            assert time.monotonic() < deadline, "rank 0 multiplies nothing before all has arrived"
+            time.sleep(0.01)
+        put(self, peer, part, signal)
+
+    def noted(self: NodeCalls, *given: Any) -> None:
+        run(self, *given)
+        made.append(given)
+        if len(made) == 2:
+            flag.touch()
+
+    if mkernel.world().rank == 1:
+        Kernel.put = late  # type: ignore[method-assign]
+    else:
+        NodeCalls.run = noted  # type: ignore[method-assign]
+    return [*judge_calls(case("all_gather_gemm", chunk=20), 1)]
+
+
+def test_the_first_chunk_is_multiplied_before_the_last_has_come(tmp_path: Path) -> None:
+    """A rank's 60 rows cross in three chunks."""
+    found = mkernel.launch(last_chunk_held_back, tmp_path / "flag", ranks_per_node=1, **BOTH)
+    assert found == [[], []]
+
+
+def of_one_node() -> None:
+    mkernel.all_reduce(torch.ones(2, 32))
+
+
+def test_unlike_accelerators_need_nodes_of_their_own() -> None:
+    with pytest.raises(MkernelError, match="for each of 2 kinds as many nodes"):
+        mkernel.launch(of_one_node, ranks_per_node=2, **BOTH | {"nodes": 1})
