@@ -14,6 +14,7 @@ from torch import Tensor
 from mkernel import Invariant
 from mkernel.backends.accelerators.ascend import AscendAccelerator
 from mkernel.backends.accelerators.ascend.schedule import ProductSchedule
+from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.contracts.tree import tree_sum
 from mkernel.conformance.checks.bits import same_bits, telling_leaves
 from mkernel.errors import ArgumentError, ShapeError
@@ -23,7 +24,7 @@ from mkernel.plan.pipeline import Chunking
 from mkernel.plan.planner import plan as plan_of
 from mkernel.topology.reshape import split_into_nodes
 
-from .rig import World, scheduled
+from .rig import A3, World, scheduled, traces
 
 SUMS: tuple[OpName, ...] = ("gemm_reduce_scatter", "gemm_all_reduce")
 OPS: tuple[OpName, ...] = ("all_gather_gemm", *SUMS)
@@ -42,12 +43,13 @@ def planned(
     chunk: int | None = None,
     how: Invariant | None = HOW,
     k: int = K,
+    n: int = N,
 ) -> LaunchPlan:
     accelerator, (nodes, ranks) = AscendAccelerator(), world
     map_ = split_into_nodes(MACHINE, nodes, ranks, devices.SIM, devices.SOFT)
     where = WalkedWorld(accelerator, map_, ranks)
     far = nodes > 1
-    sizes = {"m": m, "n": N, "k": k if op == "all_gather_gemm" else k // (nodes * ranks)}
+    sizes = {"m": m, "n": n, "k": k if op == "all_gather_gemm" else k // (nodes * ranks)}
     return plan_of(
         op, sizes, dtype="float16", out_dtype="float32", around=Around(invariant=how),
         world=where.map, accelerator="ascend", capabilities=where.claims,
@@ -156,8 +158,7 @@ def test_plans_with_other_steps_or_roundings_are_refused(
 
 
 @pytest.mark.parametrize("op", SUMS)
-def test_what_does_not_decide_bits_still_follows_the_call(op: OpName) -> None:
-    """K steps and roundings are the same for any rows and ranks; leaves have a tile of their own."""
+def test_k_steps_are_the_same_for_any_rows_and_ranks(op: OpName) -> None:
     cuts = {
         (part.chunking.tile_k, part.chunking.step_k)
         for world in WORLDS
@@ -165,3 +166,18 @@ def test_what_does_not_decide_bits_still_follows_the_call(op: OpName) -> None:
         for part in [planned(op, world, m, k=4096).part(ProductSchedule)]
     }
     assert len(cuts) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("op", SUMS)
+def test_calls_take_what_their_plan_predicts(op: OpName, ranks: int) -> None:
+    """The leaves that are stored, read and added are in it."""
+    sizes = {"m": 2048, "n": 2048, "k": 2048 * ranks}
+    plan = planned(op, (1, ranks), how=Invariant(8, "float16"), **sizes)
+    assert plan.prediction is not None
+    replayed = model(traces(plan), A3, tracks=False).total_us
+    assert abs(plan.prediction.pipelined_us / replayed - 1) <= 0.15
+    usual = planned(op, (1, ranks), how=None, **sizes)
+    if ranks == 1:
+        assert usual.prediction is not None
+        assert plan.prediction.pipelined_us > 1.2 * usual.prediction.pipelined_us
