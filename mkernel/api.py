@@ -9,6 +9,7 @@ from mkernel.backends import registry
 from mkernel.errors import ArgumentError
 from mkernel.plan.arguments import Around, check_world, path_of
 from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.invariance import Wanted, encoded, resolved
 from mkernel.plan.model import LaunchPlan, ScaleMode, Scales
 from mkernel.plan.ops import canonical
 from mkernel.plan.planner import plan as _plan
@@ -52,6 +53,7 @@ def plan(
     chunk: int | None = None,
     path: Literal["auto", "fused", "library"] | None = None,
     exchange: Literal["auto", "direct", "hierarchical"] | None = None,
+    invariant: Wanted = None,
     **sizes: int,
 ) -> LaunchPlan:
     """Plan one call: return every decision, before anything is launched.
@@ -69,6 +71,7 @@ def plan(
         chunk: tiles (or rows) per chunk; default: the planner's choice.
         path: path of a GEMM op; default: the setting ``MKERNEL_PATH``.
         exchange: exchange between nodes; default: the setting ``MKERNEL_EXCHANGE``.
+        invariant: promise of invariant results, as ops take it; default: the settings'.
         sizes: sizes of the op (:mod:`mkernel.plan.model`): ``m=, n=, k=`` for the GEMMs; ``tokens=,
             hidden=, features=, experts=, top_k=`` for MoE; ``batch=, heads=, kv_heads=, sequence=,
             head_dim=, causal=`` for ring attention.
@@ -133,7 +136,7 @@ def plan(
         dtype=dtype,
         out_dtype=out_dtype,
         b_layout=b_layout,
-        around=Around(scales=scaled),
+        around=Around(scales=scaled, invariant=resolved(encoded(invariant), settings)),
         world=where,
         accelerator=name,
         capabilities=claims,

@@ -105,7 +105,8 @@ def first_difference(multiply: Multiply, device: torch.device, k: int) -> str | 
     another result."""
     rows, columns = block_of(device)
     random = torch.Generator().manual_seed(k)
-    a, b = adversarial(rows, k, random).to(device), adversarial(columns, k, random).to(device)
+    a = adversarial(rows, k, random, negated=True).to(device)
+    b = adversarial(columns, k, random, negated=False).to(device)
     whole = multiply(a, b.t().contiguous())
 
     def differs(one: Tensor, other: Tensor) -> bool:
@@ -126,12 +127,15 @@ def first_difference(multiply: Multiply, device: torch.device, k: int) -> str | 
     return None
 
 
-def adversarial(rows: int, k: int, random: torch.Generator) -> Tensor:
-    """Return [rows, K] in float32 whose products' sums depend on their order: neighbours nearly
-    cancel, magnitudes differ by up to 2^24, and one element in eleven is subnormal."""
+def adversarial(rows: int, k: int, random: torch.Generator, *, negated: bool) -> Tensor:
+    """Return [rows, K] in float32 whose products with another such matrix have sums that depend on
+    their order, if one of both is ``negated``: neighbours nearly cancel, magnitudes differ by up to
+    2^24, and one element in eleven is subnormal."""
     made = torch.randn((rows, k), generator=random)
-    made *= torch.exp2(torch.randint(-12, 13, (1, k), generator=random).float())
+    made *= torch.exp2(torch.randint(-6, 7, (1, k), generator=random).float())
     even = made[:, : k - k % 2 : 2]
-    made[:, 1::2] = even * (torch.rand(even.shape, generator=random) * 2.0**-8 - 1)
+    made[:, 1::2] = (
+        even * (torch.rand(even.shape, generator=random) * 2.0**-8 - 1) if negated else even
+    )
     made[:, ::11] *= 2.0**-140
     return made

@@ -32,6 +32,7 @@ from mkernel.plan import ops, render
 from mkernel.plan import scaling as growth
 from mkernel.plan.arguments import Around, check_world, path_of
 from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.invariance import resolved
 from mkernel.plan.missing import WhatIf
 from mkernel.plan.model import LaunchPlan, OpName, Scales
 from mkernel.plan.planner import explain
@@ -190,7 +191,8 @@ def command(
         dtype=dtype,
         b_layout=layout_of(None, mode),
         around=Around(
-            scales=None if mode is None else Scales(mode=mode, use_fast_accum=fast_accum)
+            scales=None if mode is None else Scales(mode=mode, use_fast_accum=fast_accum),
+            invariant=resolved(None, settings),
         ),
         accelerator=backends.accelerator,
         capabilities=claims,

@@ -388,6 +388,7 @@ def _plan(
         chunk=case.chunk,
         path=None,
         exchange=None,
+        invariant=None,
         **case.sizes,
     )
 

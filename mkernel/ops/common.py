@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from mkernel.backends.contracts.instrumented import View
 from mkernel.plan.arguments import NOTHING, Around, path_of
-from mkernel.plan.invariance import Invariant, resolved
+from mkernel.plan.invariance import resolved
 from mkernel.plan.model import DtypeName, LaunchPlan, PathChoice, Scales
 from mkernel.plan.planner import Plans
 from mkernel.plan.shapes import takes
@@ -75,13 +75,6 @@ def plan_for(
     return planned(world, plans_for(world, op, sizes, dtype, out_dtype, **kind), sizes, chunk)
 
 
-def promise_of(world: World, invariant: str | None) -> Invariant | None:
-    """Return the invariant sum that a call promises, by its argument and the world's settings."""
-    settings = world.settings
-    on = Invariant(settings.invariant_segments, settings.invariant_partial_dtype)
-    return resolved(invariant, on if settings.invariant else None, on)
-
-
 def plans_for(
     world: World,
     op: str,
@@ -98,7 +91,7 @@ def plans_for(
     of :func:`plan_for`."""
     engine = engine_for(world, op, sizes, dtype, around.scales)
     claims = engine.claims
-    if promise := promise_of(world, invariant):
+    if promise := resolved(invariant, world.settings):
         around = around._replace(invariant=promise)
     key = (op, dtype, out_dtype, b_layout, around, path, engine)
     found = world.plans[key]

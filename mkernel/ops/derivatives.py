@@ -27,8 +27,8 @@ from torch import Tensor
 
 from mkernel.backends.contracts.norm import row_mean
 from mkernel.ops.around import as_rows, turned
-from mkernel.ops.common import promise_of
 from mkernel.ops.registration import ops
+from mkernel.plan.invariance import resolved
 from mkernel.world.lifecycle import current
 
 _FEWEST_COLUMNS = 8
@@ -56,8 +56,8 @@ def _keep(ctx: Any, keywords: Any, dim: str) -> None:
 
 def _keep_promise(ctx: Any, keywords: Any) -> None:
     """Keep whether results are invariant."""
-    world = current(keywords["group"])
-    ctx.promised = promise_of(world, keywords["invariant"]) is not None
+    settings = current(keywords["group"]).settings
+    ctx.promised = resolved(keywords["invariant"], settings) is not None
 
 
 def own_product(a: Tensor, b: Tensor, promised: bool) -> Tensor:

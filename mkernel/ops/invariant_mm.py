@@ -15,13 +15,13 @@ from torch import Tensor
 from mkernel.backends.contracts.invariant_product import invariant_product
 from mkernel.backends.contracts.scaled import dequantised
 from mkernel.errors import ArgumentError, DtypeError, ShapeError
-from mkernel.ops import flops, validate
+from mkernel.ops import autocast, flops, validate
 from mkernel.ops.around import as_rows, check_scaled, refuse_gradients, scaled
 from mkernel.ops.derivatives import of_matrix
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import register
 from mkernel.plan.arguments import check_segments
-from mkernel.plan.invariance import Invariant
+from mkernel.plan.invariance import Invariant, resolved
 from mkernel.settings import load as load_settings
 from mkernel.world.lifecycle import current, is_initialized
 
@@ -72,6 +72,8 @@ def invariant_mm(
         rows = dequantised(as_rows(a, 0), of_a.reshape(-1, of_a.shape[-1] if of_a.dim() else 1))
         b = dequantised(b, given.b.reshape(1, 1) if given.b.numel() == 1 else given.b)
         a, out_dtype = rows.view(a.shape), out_dtype or torch.bfloat16
+    if autocast.enabled():
+        a, b = autocast.cast([a, b])
     wanted = out_dtype or a.dtype
     check_segments("gemm_all_reduce", how, a.shape[-1], 1, scales)
     partial = how.partial_of(str(wanted).removeprefix("torch."))
@@ -84,8 +86,9 @@ def _sum_of(invariant: bool | Invariant) -> Invariant:
         return invariant
     if invariant is not True:
         raise ArgumentError("invariant", invariant, "True or a mkernel.Invariant")
-    settings = current().settings if is_initialized() else load_settings()
-    return Invariant(settings.invariant_segments, settings.invariant_partial_dtype)
+    found = resolved("on", current().settings if is_initialized() else load_settings())
+    assert found is not None
+    return found
 
 
 _sum_of.__dict__["_dynamo_marked_constant"] = True  # a compiled function has the settings it saw
@@ -132,7 +135,7 @@ def _fake(
     return a.new_empty((*a.shape[:-1], b.shape[1]), dtype=wanted)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:2])
     ctx.given = len(inputs)
 

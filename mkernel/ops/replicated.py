@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from mkernel.ops import flops, validate
-from mkernel.ops.common import promise_of
 from mkernel.ops.derivatives import of_matrix, own_product
 from mkernel.ops.gemm import GROUP
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import ops, register
+from mkernel.plan.invariance import resolved
 from mkernel.world.lifecycle import current
 
 _OP = "replicated_gemm"
@@ -27,7 +27,7 @@ _OP = "replicated_gemm"
 def _product(a: Tensor, b: Tensor, *, invariant: str | None = None, group: str) -> Tensor:
     a, b = plain(_OP, ("a", "b"), (a, b))
     validate.same_dtype("b.dtype", b, "a", a)
-    return own_product(a, b, promise_of(current(group), invariant) is not None)
+    return own_product(a, b, resolved(invariant, current(group).settings) is not None)
 
 
 def _fake(a: Tensor, b: Tensor, *, invariant: str | None = None, group: str) -> Tensor:

@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from mkernel.errors import DtypeError
 from mkernel.ops import autocast, validate
 from mkernel.ops.around import as_rows, shaped
-from mkernel.ops.common import promise_of
 from mkernel.ops.derivatives import own_product
 from mkernel.ops.registration import group_name, ops, register_composite
+from mkernel.plan.invariance import resolved
 from mkernel.world.lifecycle import current
 from mkernel.world.torch_state import dispatch_modes, stream_of
 
@@ -170,7 +170,7 @@ class _Shared:
             if cast:
                 self.whole = whole.detach()
             validate.same_dtype("weight.dtype", weight, "x", whole)
-            promised = promise_of(current(self._group), None) is not None
+            promised = resolved(None, current(self._group).settings) is not None
             y = _linear(as_rows(whole, dim), weight, bias, promised)
             return _from_rows(y, whole.shape, dim), whole
 

@@ -17,7 +17,7 @@ AllReduce are what ranks give. ``backends/contracts/tree.py`` adds tensors so.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, cast, get_args
 
 from mkernel.errors import ArgumentError
 
@@ -83,22 +83,35 @@ def encoded(wanted: Wanted) -> str | None:
     raise ArgumentError("invariant", wanted, "True, False, None or a mkernel.Invariant")
 
 
-def resolved(text: str | None, world: Invariant | None, on: Invariant) -> Invariant | None:
-    """Return what a registered op's argument stands for. ArgumentError.
+class InvarianceSettings(Protocol):
+    """The settings that say what ops promise whose callers leave it open."""
 
-    Args:
-        world: of calls that say nothing. on: of those that say True.
-    """
-    if text is None:
-        return world
-    if text in ("on", "off"):
-        return on if text == "on" else None
+    @property
+    def invariant(self) -> bool:
+        """Return whether they promise invariant results."""
+
+    @property
+    def invariant_segments(self) -> int:
+        """Return the number of segments."""
+
+    @property
+    def invariant_partial_dtype(self) -> PartialName | None:
+        """Return the partial dtype; None: that of results."""
+
+
+def resolved(text: str | None, settings: InvarianceSettings) -> Invariant | None:
+    """Return the sum that a call promises, by its argument as registered ops take it and the settings
+    of its world; None: it promises none. ArgumentError."""
+    if text == "off" or (text is None and not settings.invariant):
+        return None
+    if text in (None, "on"):
+        return Invariant(settings.invariant_segments, settings.invariant_partial_dtype)
     count, _, name = text.partition(" ")
     if not count.isdecimal() or name not in ("", *_PARTIALS):
         raise ArgumentError(
             "invariant", repr(text), "'on', 'off' or '<segments> <dtype or nothing>'"
         )
-    return Invariant(int(count), name or None)  # type: ignore[arg-type]
+    return Invariant(int(count), cast("PartialName | None", name or None))
 
 
 def segments_of(segments: int, k: int) -> tuple[tuple[int, int], ...]:

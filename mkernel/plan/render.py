@@ -148,6 +148,9 @@ def _around(made: CommonPart) -> str:
         what += ", in e4m3" if made.norm.quantises else ""
         steps += [{"launch": f"the launch {what}", "after": what}[made.norm.step]]
     steps += [f"copies {' and '.join(after)}"] if after else []
+    if made.invariant is not None:
+        sums = f"{made.invariant.segments} segments in {made.invariant.partial_dtype}"
+        steps.insert(0, f"invariant results, by sums of {sums}")
     if made.scales is not None:
         fast = ", fast accumulation" if made.scales.use_fast_accum else ""
         of = f", of {made.scales.quantises} rows" if made.scales.quantises else ""

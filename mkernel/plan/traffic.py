@@ -252,6 +252,8 @@ def traffic_of(plan: LaunchPlan, routed: RoutedTokens | None = None) -> Traffic:
         raise TypeError(f"a plan of {plan.op} without a schedule says not how bytes travel")
     dtypes: dict[str, DtypeName] = {"sums": plan.sums, "results": plan.out_dtype}
     terms = dtypes.get(how.partials, cast(DtypeName, how.partials))
+    if plan.invariant is not None:  # whose ranks send roots of subtrees
+        terms = plan.invariant.partial_dtype or terms
     owned = None
     if plan.op in ("all_reduce", "gemm_all_reduce"):
         shape = plan.shape

@@ -16,6 +16,7 @@ from plan_walk import Launch, WalkedWorld, decorations
 from shipped import constants_of
 
 from mkernel.backends.accelerators.streams import (
+    all_reduce,
     call_streams,
     matmul,
     ring_attention,
@@ -37,12 +38,14 @@ from mkernel.backends.accelerators.streams.schedule import (
 from mkernel.backends.accelerators.streams.window import Windows
 from mkernel.backends.accelerators.streams.worker import StreamsLaunch
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.invariant_product import InvariantFactor
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.backends.contracts.scaled import dequantised
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.backends.transport import _transport
 from mkernel.errors import ArgumentError
 from mkernel.plan.arguments import Around
+from mkernel.plan.invariance import Invariant
 from mkernel.plan.model import (
     E4M3,
     CombineShape,
@@ -315,6 +318,30 @@ def test_no_field_is_decoration(
         part = Painted(**{**dict(usual.part(CombineSchedule)), "kind": "tests.painted_rows"})
         found = decorations(usual.model_copy(update={"schedule": part}), launch)
         assert found == ["schedule.colour: 'red' or 'red-other'"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("op", PUT_OPS)
+def test_no_field_of_invariant_results_is_decoration(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    def added(parts: list[torch.Tensor]) -> torch.Tensor:
+        recorder.tell("added", len(parts), str(parts[0].dtype))
+        return parts[0]
+
+    def product(self: InvariantFactor, a: torch.Tensor, out: torch.Tensor) -> None:
+        recorder.tell("product", self._segments, self._partial, tuple(a.shape), str(out.dtype))
+
+    monkeypatch.setattr(InvariantFactor, "product", product)
+    monkeypatch.setattr(all_reduce, "tree_sum", added)
+    world = world_of("cpu")
+    sizes = {"m": 96, "n": 128, **({} if op == "all_reduce" else {"k": 128})}
+    around = Around(invariant=Invariant(8, "float32"))
+    usual = world.plan(
+        op, sizes, dtype="bfloat16", out_dtype="bfloat16", around=around, chunk=CHUNK
+    )
+    assert usual.invariant is not None
+    assert decorations(usual, launched(recorder, monkeypatch, world, "cpu", usual)) == []
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -135,6 +135,42 @@ def test_no_product_is_left_to_a_library_that_promises_nothing(
     judged(found, False, alone)
 
 
+def several(compiled: bool) -> list[list[Tensor]]:
+    """Products that share one gather, and each alone; with biases, and in e4m3."""
+    depend_on_rows()
+    size, rank = mkernel.world().size, mkernel.world().rank
+    x = drawn(BATCHES[0])[0].chunk(size)[rank].contiguous()
+    (up, _), how = whole(), True
+    b, bias = up.weight.detach().t(), up.bias.detach()
+    each = [(b, bias), (b[:, :64], bias[:64])]
+
+    def gathered(x: Tensor) -> Any:
+        found = mkernel.all_gather_gemm(
+            x, [one for one, _ in each], bias=[two for _, two in each], invariant=how
+        )
+        return [one * 1 for one in found]
+
+    if compiled:
+        gathered = torch.compile(gathered, fullgraph=True, backend="aot_eager")
+    alone = [mkernel.all_gather_gemm(x, one, bias=two, invariant=how) for one, two in each]
+    one = torch.ones(1, 1)
+    e4m3 = [part.to(torch.float8_e4m3fn) for part in (x, up.weight.detach())]
+    scaled: Any = {"a_scale": one, "invariant": how}
+    more = mkernel.all_gather_gemm(
+        e4m3[0], [e4m3[1].t(), e4m3[1][:64].t()], b_scale=[one, one], **scaled
+    )
+    single = mkernel.all_gather_gemm(e4m3[0], e4m3[1].t(), b_scale=one, **scaled)
+    return [[*gathered(x), *more], [*alone, single, single[:, :64]]]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_products_of_one_gather_are_those_of_each_alone(compiled: bool) -> None:
+    for together, alone in mkernel.launch(
+        several, compiled, ranks_per_node=2, accelerator="streams"
+    ):
+        assert all(torch.equal(one, two) for one, two in zip(together, alone, strict=True))
+
+
 def styled(split: bool) -> list[tuple[Tensor, Tensor]]:
     """Torch's styles in a world that promises: two column layers share one input."""
     depend_on_rows()
