@@ -13,14 +13,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing"
 
 CHECKS = accelerator_checks()
 SKIPPED = {
-    "ascend": {
-        "activations",
-        "queued-calls",
-        "documents",
-        "scales",
-        "chunk-invariance",
-        "split-invariance",
-    },
+    "ascend": {"activations", "queued-calls", "documents", "scales"},
     "mkernel.conformance.faults:Fault": {"queued-calls"},
 }
 """Backend → checks of what it does not claim."""

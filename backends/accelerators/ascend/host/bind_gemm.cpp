@@ -49,9 +49,8 @@ void bind_gemm(py::module_& module) {
     bind_init(reduce, Field{"world", &Reduce::world}, Field{"m", &Reduce::m},
               Field{"n", &Reduce::n}, Field{"k", &Reduce::k}, Field{"dtype", &Reduce::dtype},
               Field{"out_dtype", &Reduce::out_dtype},
-              Field{"partial_dtype", &Reduce::partial_dtype},
-              Field{"segments", &Reduce::segments}, Field{"replicated", &Reduce::replicated},
-              Field{"band", &Reduce::band},
+              Field{"partial_dtype", &Reduce::partial_dtype}, Field{"segments", &Reduce::segments},
+              Field{"replicated", &Reduce::replicated}, Field{"band", &Reduce::band},
               Field{"tile_m", &Reduce::tile_m}, Field{"tile_n", &Reduce::tile_n},
               Field{"tile_k", &Reduce::tile_k}, Field{"step_k", &Reduce::step_k},
               Field{"tiles_per_chunk", &Reduce::tiles_per_chunk});

@@ -24,12 +24,12 @@ void check(const gemm_reduce::Geometry& g) {
     if (g.segments == 0) return;
     if (!std::has_single_bit(g.segments) || g.segments > gemm_reduce::kMostSegments ||
         g.segments % g.world != 0 || g.k % g.leaves() != 0) {
-        throw std::invalid_argument(
-            "plan.invariant.segments = " + std::to_string(g.segments) +
-            " is not legal; expected a power of two, at most " +
-            std::to_string(gemm_reduce::kMostSegments) + ", that the world's " +
-            std::to_string(g.world) + " ranks divide, and K of each rank, " + std::to_string(g.k) +
-            ", in whole segments");
+        throw std::invalid_argument("plan.invariant.segments = " + std::to_string(g.segments) +
+                                    " is not legal; expected a power of two, at most " +
+                                    std::to_string(gemm_reduce::kMostSegments) +
+                                    ", that the world's " + std::to_string(g.world) +
+                                    " ranks divide, and K of each rank, " + std::to_string(g.k) +
+                                    ", in whole segments");
     }
 }
 

@@ -161,8 +161,8 @@ class Product {
                 });
             }
             if (!columns_ || !here) {
-                core_.tload(l1b, b.sub(start_of(k_tile, b.rows, segments.number), 0, source.cols,
-                                       b.cols));
+                core_.tload(
+                    l1b, b.sub(start_of(k_tile, b.rows, segments.number), 0, source.cols, b.cols));
             }
             core_.set_flag(Pipe::MTE2, Pipe::MTE1, stage_);
             core_.wait_flag(Pipe::MTE2, Pipe::MTE1, stage_);

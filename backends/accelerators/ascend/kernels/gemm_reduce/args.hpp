@@ -136,12 +136,16 @@ struct Geometry {
         return {begin, tile_offset(owner, chunk_end(owner, chunk)) - begin};
     }
     [[nodiscard]] constexpr std::uint64_t slot_bytes() const {
+        return slot_aligned(most_owned() * isa::bytes_of(partial_dtype));
+    }
+    // Returns the most elements that an owner has.
+    [[nodiscard]] constexpr std::uint64_t most_owned() const {
         std::uint64_t most = 0;
         for (std::uint32_t owner = 0; owner < world; ++owner) {
-            const std::uint64_t bytes = tile_offset(owner, end(owner));
-            most = bytes > most ? bytes : most;
+            const std::uint64_t elements = before(end(owner)) - before(first(owner));
+            most = elements > most ? elements : most;
         }
-        return slot_aligned(most);
+        return most;
     }
     // Return the bytes from the start of `owner`'s inbox to the partials of `source`, and from the start of
     // any inbox to a finished tile.
@@ -164,7 +168,9 @@ struct Geometry {
         return slot_aligned(result_offset(replicated ? grid_tiles() : 0));
     }
     [[nodiscard]] constexpr std::uint64_t outbox_bytes() const {
-        return world == 1 ? 0 : outbox(world + (replicated ? 1 : 0));
+        if (world == 1) return 0;
+        const std::uint64_t finished = replicated ? most_owned() * isa::bytes_of(out_dtype) : 0;
+        return outbox(world) + slot_aligned(finished);
     }
     [[nodiscard]] constexpr std::uint64_t scratch_bytes() const {
         return adds_leaves() ? leaves() * leaf_stride() : 0;

@@ -60,14 +60,13 @@ class Compute {
         const isa::GlobalView to = g_.complete()
                                        ? args_.output(tile)
                                        : args_.partial(area + g_.outbox(owner), owner, tile);
-        product_.same_rows(
-            to, args_.b.sub(0, at.column, g_.k, at.columns),
-            args_.a.sub(at.row, 0, at.rows, g_.k),
-            [&](std::uint32_t k_tile) {
-                // FIX is through with the previous tile once these multiply.
-                if (k_tile + 1 == told_behind()) tell();
-            },
-            {g_.leaves(), g_.leaf_stride()});
+        product_.same_rows(to, args_.b.sub(0, at.column, g_.k, at.columns),
+                           args_.a.sub(at.row, 0, at.rows, g_.k),
+                           [&](std::uint32_t k_tile) {
+                               // FIX is through with the previous tile once these multiply.
+                               if (k_tile + 1 == told_behind()) tell();
+                           },
+                           {g_.leaves(), g_.leaf_stride()});
         if (g_.complete()) return;
         stored_ = true;
         owner_ = owner;

@@ -184,7 +184,8 @@ class Partials {
                 return;
             }
             const std::uint32_t place = part_ % buffered();
-            const Tile part = buffer(g_.partial_dtype, 3 * bytes + place * bytes / (narrow() ? 2 : 1));
+            const Tile part =
+                buffer(g_.partial_dtype, 3 * bytes + place * bytes / (narrow() ? 2 : 1));
             if (part_ >= buffered()) core_.wait_flag(Pipe::V, Pipe::MTE2, place);
             core_.tload(part, from);
             core_.set_flag(Pipe::MTE2, Pipe::V, place);
