@@ -2,44 +2,14 @@
 // tree (mkernel/plan/invariance.py), rounded to the terms' type at each of its nodes, and then to 16 bits.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 #include <type_traits>
 
+#include "backends/accelerators/cuda/kernels/collectives/elements.cuh"
 #include "backends/accelerators/cuda/kernels/collectives/exchange.cuh"
 #include "backends/accelerators/cuda/kernels/eight.cuh"
 
 namespace mkernel::cuda::collectives {
-
-__device__ inline float widen(__nv_bfloat16 x) {
-    return __bfloat162float(x);
-}
-__device__ inline float widen(__half x) {
-    return __half2float(x);
-}
-__device__ inline float widen(float x) {
-    return x;
-}
-__device__ inline void narrow(float x, __nv_bfloat16& to) {
-    to = __float2bfloat16_rn(x);
-}
-__device__ inline void narrow(float x, __half& to) {
-    to = __float2half_rn(x);
-}
-
-// 8 elements of a source, as they are loaded.
-template <class In>
-struct Eight {
-    static constexpr int kVectors = 8 * sizeof(In) / 16;
-    uint4 v[kVectors];
-
-    __device__ void load(const char* from) {
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) v[i] = ptx::load_16(from + i * 16);
-    }
-};
 
 // One thread's tree over 8 elements of terms that come in the order of ranks, a power of two of them: a node is the
 // float32 sum of two neighbours, rounded to Node, of 16 bits.

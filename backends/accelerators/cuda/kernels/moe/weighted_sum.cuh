@@ -2,7 +2,7 @@
 #pragma once
 
 #include "backends/accelerators/cuda/device/workspace.cuh"
-#include "backends/accelerators/cuda/kernels/collectives/ordered_sum.cuh"
+#include "backends/accelerators/cuda/kernels/collectives/elements.cuh"
 #include "backends/accelerators/cuda/kernels/moe/tables.cuh"
 
 namespace mkernel::cuda::moe {
