@@ -222,7 +222,9 @@ def command(
         notes += _of_another_cpu(made, world)
     console = Terminal()
     if not as_json:
-        console.print(render.topology(where.machines or world))
+        console.print(
+            render.topology(where.machines or world, None if where.machines else here.kinds)
+        )
         console.print(render.plan(made, notes, verbose=verbose))
     found, constants = None, here.constants
     if constants is None and (simulated or trace_file or scaling_file):

@@ -133,7 +133,6 @@ def capabilities(sides: Sequence[Side]) -> MixedCapabilities:
         peer_access=True,
         compute_cores=1,
         comm_cores=1,
-        chunk_invariant=False,
     )
 
 

@@ -20,7 +20,7 @@ from mkernel.plan.request import Alternative
 from mkernel.plan.simulate import Simulation
 from mkernel.plan.traffic import traffic_of
 from mkernel.tabular import Column, Sheet, amount, duration
-from mkernel.topology.kinds import node_kinds, spans
+from mkernel.topology.kinds import NodeKinds, node_kinds, spans
 from mkernel.topology.lanes import NicSchedule
 from mkernel.topology.model import Accelerator, Nic, Node, Topology
 from mkernel.topology.routes import RouteKind, RouteTable
@@ -31,8 +31,9 @@ _Device = TypeVar("_Device", Accelerator, Nic)
 MAX_LINES = 15
 
 
-def topology(world: Topology) -> RenderableType:
-    """Draw nodes with their CPUs, accelerators and NICs; equal devices share a line.
+def topology(world: Topology, kinds: NodeKinds | None = None) -> RenderableType:
+    """Draw nodes with their CPUs, accelerators and NICs; equal devices share a line. ``kinds``: the
+    world's, if they are known.
 
     If not everything fits into 15 lines, the first nodes are shown, and the first of each other kind
     of node; the rest is counted.
@@ -40,10 +41,10 @@ def topology(world: Topology) -> RenderableType:
     count = len(world.nodes)
     tree = Tree(_line(f"topology · {count} {'node' if count == 1 else 'nodes'}", "bold"))
     left = MAX_LINES - 2  # the title, and the line that counts what is not shown
-    kinds, hidden = node_kinds(world).of, 0
+    of, hidden = (kinds or node_kinds(world)).of, 0
     for number, node in enumerate(world.nodes):
         lines = _node_lines(node)
-        if number and (hidden or len(lines) > left) and kinds[number] in kinds[:number]:
+        if number and (hidden or len(lines) > left) and of[number] in of[:number]:
             hidden += 1
             continue
         if hidden:

@@ -117,6 +117,7 @@ class World:
     rank: int
     size: int
     accelerator: Any = field(default_factory=lambda: SimpleNamespace(name="hopper"))
+    identity: Any = field(default_factory=lambda: SimpleNamespace(nodes=1))
 
 
 EIGHT_OF_ONE_EXPERT = Moe(

@@ -78,7 +78,8 @@ def calls() -> Iterator[Row]:
         yield op, (a, b, bias), {}, product
     yield "gemm_all_reduce", (a, b, bias), {"prefetch": b}, "a b bias"
     yield "all_gather_gemms", (a, [b, b[:, :8]], [bias, bias[:8]]), {}, product
-    yield "replicated_gemm", (a, b), {}, "a b"
+    for op in ("replicated_gemm", "invariant_mm"):
+        yield op, (a, b), {}, "a b"
     # A norm has the dtype of the product's operands, and casts nothing for it.
     residual = torch.randn(S, N, dtype=HALF)
     yield "gemm_all_reduce_norm", (a, b, norm.to(HALF), residual, bias), {}, product
@@ -138,8 +139,9 @@ def seen_by_ops() -> tuple[list[str], list[str]]:
         call = getattr(torch.ops.mkernel, op)
         names = [each.name for each in call.default._schema.arguments]
         given = {**dict(zip(names, arguments, strict=False)), **options}
+        group = {"group": mkernel.world().name} if "group" in names else {}
         with casts(), Seen() as seen:
-            call(*arguments, **options, group=mkernel.world().name)
+            call(*arguments, **options, **group)
         found.append(op)
         for name, value in given.items():
             wanted = [
