@@ -165,6 +165,25 @@ def accelerator_here(op: str, settings: Settings, nodes: int | None) -> str:
     return name if backend.capabilities().provides(op, found) else chosen_accelerator(found, op)
 
 
+def world_here(
+    settings: Settings,
+    accelerator: str,
+    nodes: int | None,
+    ranks_per_node: int | None,
+    nic: str | None,
+    verbs: str | None,
+) -> tuple[Backends, int, int]:
+    """Return the backends of a world on this machine's devices, and its numbers of nodes and of ranks
+    on each, which may be left open (:func:`usual_world`). Raises as :func:`backends`."""
+    backend = registry.accelerator(accelerator)
+    by_host = nodes is None and bool(real_devices(backend))
+    nodes, ranks_per_node = usual_world(backend, settings, nodes, ranks_per_node)
+    found = backends(
+        settings, nodes, accelerator=accelerator, nic=nic, verbs=verbs, by_host=by_host
+    )
+    return found, nodes, ranks_per_node
+
+
 def named_for(op: str, given: str) -> str:
     """Return, out of the accelerators that a user names, the one that runs an op in a world of
     them: the first that provides it; else the first. ``auto`` stays ``auto``."""

@@ -368,22 +368,21 @@ def planned_world(
         name = selection.emulating(world.nodes[0].accelerators[0].kind, name)
     elif name == AUTO:
         name = selection.accelerator_here(op, settings, nodes)
-    backend, by_host = registry.accelerator(name), False
+    backend = registry.accelerator(name)
     if world is not None:
         assert ranks_per_node is not None
-        nodes = len(world.nodes)
+        backends = selection.backends(
+            settings, len(world.nodes), accelerator=name, nic=nic, verbs=verbs
+        )
     else:
         _check_accelerator(name, backend)
-        by_host = nodes is None and bool(selection.real_devices(backend))
-        nodes, ranks_per_node = selection.usual_world(backend, settings, nodes, ranks_per_node)
-    backends = selection.backends(
-        settings, nodes, accelerator=name, nic=nic, verbs=verbs, by_host=by_host
-    )
-    if world is None:
-        file = files[0] if files else None
+        left_open, file = nodes is None, files[0] if files else None
+        backends, nodes, ranks_per_node = selection.world_here(
+            settings, name, nodes, ranks_per_node, nic, verbs
+        )
         world = world_of_machine(backends, nodes, ranks_per_node, settings, file)
-    if by_host and nodes > 1:
-        left_out += (_APART,)
+        if left_open and nodes > 1 and selection.real_devices(backend):
+            left_out += (_APART,)
     return PlannedWorld(world, ranks_per_node, backends, backend.capabilities(), notes=left_out)
 
 

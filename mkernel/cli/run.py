@@ -253,10 +253,8 @@ def _chosen(
         named = selection.accelerator_here(op, settings, nodes)
     backend = machine.usable_accelerator(named)
     selection.require_op(named, backend.capabilities(), op)
-    by_host = nodes is None and bool(selection.real_devices(backend))
-    nodes, ranks_per_node = selection.usual_world(backend, settings, nodes, ranks_per_node)
-    chosen = selection.backends(
-        settings, nodes, accelerator=named, nic=nic, verbs=verbs, by_host=by_host
+    chosen, nodes, ranks_per_node = selection.world_here(
+        settings, named, nodes, ranks_per_node, nic, verbs
     )
     if chosen.nic and chosen.verbs:
         machine.usable_nic(chosen.nic, chosen.verbs)
