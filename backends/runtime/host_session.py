@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import json
+import socket
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from mkernel.backends.contracts.nic import (
@@ -232,3 +234,16 @@ class HostSession(NicSession):
             legal = f"within region {region}: {size} bytes here, {there} there"
             raise ArgumentError("put", asked, legal)
         return memoryview((ctypes.c_char * nbytes).from_address(address + local)).cast("B")
+
+
+def read_into(connection: socket.socket, target: bytearray | memoryview) -> bool:
+    """Fill ``target`` from a connection; return False where the peer is gone or has closed."""
+    view = memoryview(target).cast("B")
+    with suppress(OSError):
+        while view:
+            got = connection.recv_into(view)
+            if not got:
+                return False
+            view = view[got:]
+        return True
+    return False

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from mkernel.backends.contracts.nic import NicBackend, NicSession
 from mkernel.backends.contracts.status import Status
-from mkernel.backends.runtime.host_session import HostSession
+from mkernel.backends.runtime.host_session import HostSession, read_into
 from mkernel.errors import ArgumentError, BackendUnavailable
 from mkernel.settings import NicSettings
 from mkernel.topology.lanes import RankLanes
@@ -113,7 +113,7 @@ class TcpSession(HostSession):
         """Return which peer a connection is of; None: a stranger's."""
         told = bytearray(_HELLO.size)
         connection.settimeout(_HELLO_S)
-        if not _read(connection, told):
+        if not read_into(connection, told):
             return None
         connection.settimeout(None)  # `disconnect` ends its reads
         peer: int = _HELLO.unpack(told)[0]
@@ -134,11 +134,11 @@ class TcpSession(HostSession):
         """Take one peer's frames, in order: the bytes, and only then the signal. ArgumentError: a frame
         is none of the peer's next, or goes outside of this rank's regions."""
         header, number = bytearray(_HEADER.size), 0
-        while _read(connection, header):
+        while read_into(connection, header):
             found, region, offset, nbytes, signal, value = _HEADER.unpack(header)
             if found != number:
                 raise ArgumentError("frame", found, f"frame {number} of rank {peer}")
-            if not _read(connection, self.landing(region, offset, nbytes)):
+            if not read_into(connection, self.landing(region, offset, nbytes)):
                 raise ConnectionError(f"the connection of rank {peer} ends within frame {number}")
             self.arrived(signal, value)
             number += 1
@@ -181,16 +181,3 @@ def _connected(addresses: list[str], port: int, peer: int) -> socket.socket:
         except OSError as error:  # noqa: PERF203 - the next one may answer
             why = f"{address}, port {port}: {error}"
     raise BackendUnavailable(f"tcp: rank {peer} cannot be reached ({why})")
-
-
-def _read(connection: socket.socket, target: bytearray | memoryview) -> bool:
-    """Fill ``target``; False where the peer is gone or has closed."""
-    view = memoryview(target).cast("B")
-    with suppress(OSError):
-        while view:
-            got = connection.recv_into(view)
-            if not got:
-                return False
-            view = view[got:]
-        return True
-    return False

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from mkernel.backends.contracts.nic import NicBackend
 from mkernel.backends.contracts.status import Status
-from mkernel.backends.runtime.host_session import HostSession
+from mkernel.backends.runtime.host_session import HostSession, read_into
 from mkernel.errors import BackendUnavailable
 from mkernel.topology.model import Nic
 
@@ -62,7 +62,7 @@ class TinySession(HostSession):
         while len(self._from) < len(self._to):
             connection, _ = self._listener.accept()
             told = bytearray(len(self._secret))
-            if not read(connection, told) or told != self._secret.encode():
+            if not read_into(connection, told) or told != self._secret.encode():
                 connection.close()  # a stranger
                 continue
             self._from.append(connection)
@@ -75,9 +75,9 @@ class TinySession(HostSession):
     def _receive(self, connection):
         """One peer's puts, in order: the bytes, and only then the signal."""
         header = bytearray(HEADER.size)
-        while read(connection, header):
+        while read_into(connection, header):
             region, offset, nbytes, signal, value = HEADER.unpack(header)
-            if not read(connection, self.landing(region, offset, nbytes)):
+            if not read_into(connection, self.landing(region, offset, nbytes)):
                 return
             self.arrived(signal, value)
 
@@ -93,16 +93,3 @@ class TinySession(HostSession):
 
     def _sockets(self):
         return [self._listener, *self._to.values(), *self._from]
-
-
-def read(connection, target):
-    """Fill ``target``; False where the peer is gone or has closed."""
-    view = memoryview(target).cast("B")
-    with suppress(OSError):
-        while view:
-            got = connection.recv_into(view)
-            if not got:
-                return False
-            view = view[got:]
-        return True
-    return False
