@@ -328,7 +328,7 @@ def check_blocks(scales: Scales | None, name: str, k: int) -> None:
 
 # ---- invariant results ---------------------------------------------------------------------------
 
-_SUMS_OF_PRODUCTS: tuple[OpName, ...] = ("gemm_reduce_scatter", "gemm_all_reduce")
+_SUMS_OF_PRODUCTS = tuple(op for op in _GEMMS if op != "all_gather_gemm")
 
 
 def promised(

@@ -27,22 +27,17 @@ from mkernel.plan.model import (
     CommonPart,
     DtypeName,
     GemmShape,
-    OpName,
     Prediction,
     Schedule,
     SumShape,
 )
 from mkernel.plan.pipeline import ConsumptionOrder, Pipeline
 from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.shapes import SHAPES
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Accelerator, Model
 
-OPS: tuple[OpName, ...] = (
-    "all_gather_gemm",
-    "gemm_reduce_scatter",
-    "gemm_all_reduce",
-    "all_reduce",
-)
+OPS = tuple(op for op, shape in SHAPES.items() if shape in (GemmShape, SumShape))
 """The ops of worlds of unlike nodes."""
 JOINT = "+"
 """Joins the accelerators of unlike nodes, in the order of the nodes, to the name of a world's."""

@@ -57,9 +57,7 @@ _OPS = {
     "ring_attention_backward": "ring_attention_backward:run",
 }
 """The function of each op: ``module:function`` in this package."""
-PRODUCTS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-"""Ops that multiply by a library, whose invariance is measured for each K of a segment."""
-PUT_OPS = (*PRODUCTS, "all_reduce")
+PUT_OPS = (*schedules.GEMMS, "all_reduce")
 """Ops whose messages can be puts. MoE's cannot, because they vary in size; attention's cannot,
 because it passes on what it receives."""
 
@@ -172,7 +170,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         """Return a window if messages are puts; otherwise nothing, because torch's allocator serves
         the calls."""
         how = schedules.check(plan, self._device.name)
-        if plan.invariant is not None and plan.op in PRODUCTS:
+        if plan.invariant is not None and plan.op in schedules.GEMMS:
             self._check_products(plan, plan.invariant)
         if how.window_bytes == 0:
             return Workspace()
@@ -273,7 +271,7 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         compute_cores=device.cores,
         comm_cores=1,
         stream_ordered=device.queues,
-        invariant_ops=(*PRODUCTS, "all_reduce"),
+        invariant_ops=(*schedules.GEMMS, "all_reduce"),
         kinds=tuple(DEVICES),
         process_group=True,
         put_ops=PUT_OPS if copies else (),

@@ -449,7 +449,7 @@ def _legal(how: StreamsSchedule, field: str, legal: bool, expected: str) -> None
 
 
 _ALIGNMENT = 256
-_GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 
 
 _Wanted = dict[str, tuple[int, int, DtypeName]]
@@ -488,7 +488,7 @@ def _of_sum(plan: CommonPart) -> _Wanted:
 
 
 def _of_gemm(plan: CommonPart) -> _Wanted:
-    if plan.op not in _GEMMS:
+    if plan.op not in GEMMS:
         return {}
     gemm = plan.gemm
     rows = -(-gemm.m // plan.world_size)

@@ -11,11 +11,7 @@ import torch
 from mkernel.cases import Case
 from mkernel.conformance.accelerator_subject import AcceleratorSubject, blame
 from mkernel.conformance.check import Check
-from mkernel.conformance.grid import (
-    judge_typical,
-    typical,
-    with_tensors,
-)
+from mkernel.conformance.grid import GEMMS, judge_typical, typical, with_tensors
 from mkernel.conformance.ranks import Judge, describe, seconds_apart, where
 from mkernel.harness.outcome import CheckSkipped
 from mkernel.plan.invariance import Invariant
@@ -66,7 +62,7 @@ _SEGMENTS, _OF_SEGMENT, _COLUMNS, _RANDOM_ROWS = 8, 32, 72, 132
 _LARGE = 2.0**14
 _SUM = Invariant(_SEGMENTS, "float16")
 """A float16 sum, which loses terms up to four beside ``_LARGE``."""
-_PROMISES = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_reduce")
+_PROMISES = (*GEMMS, "all_reduce")
 
 
 def telling_leaves(leaves: int) -> tuple[torch.Tensor, torch.Tensor]:

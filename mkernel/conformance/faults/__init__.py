@@ -554,7 +554,6 @@ def _launch_and_leave_a_thread(self: Honest, call: Call) -> Any:
 
 
 _AS_CLAIMED = claims(lambda honest: {"rounded_partials": True})
-_SUMS = ("gemm_reduce_scatter", "gemm_all_reduce")
 
 
 # fmt: off
@@ -859,7 +858,7 @@ HONEST: tuple[Row, ...] = (
     planted(Altered, "RoundsPartials",
             "Breaks nothing: what a rank adds to a sum over ranks is rounded to the output's dtype, "
             "as is claimed.", "shapes dtypes accumulation",
-            ended(_round_partials), _AS_CLAIMED, ops=_SUMS),
+            ended(_round_partials), _AS_CLAIMED, ops=SUMS),
 )
 # fmt: on
 
