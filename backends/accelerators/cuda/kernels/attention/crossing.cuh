@@ -34,11 +34,6 @@ struct KeyRows {
     }
 };
 
-__device__ inline Rails rails_in(const KeysCrossing& args) {
-    const Workspace& workspace = args.workspace;
-    return {workspace.rank, workspace.world / workspace.local, workspace.local, args.hierarchical};
-}
-
 __device__ inline std::uint64_t slot_bytes(const KeysCrossing& args) {
     return std::uint64_t{2} * args.chunks.heads * args.chunks.rows * args.row_bytes;
 }
@@ -75,7 +70,7 @@ __device__ inline void send_keys(const KeysCrossing& args, const transport::Devi
                                  std::uint64_t epoch) {
     const Workspace& workspace = args.workspace;
     const Network& network = workspace.network;
-    const Rails rails = rails_in(args);
+    const Rails rails = rails_of(workspace, args.hierarchical);
     const int own = workspace.rank;
     const int vectors = args.row_bytes / kVector;
     const std::uint64_t outbox = (workspace.world - 1) * slot_bytes(args);
@@ -134,7 +129,7 @@ __device__ inline void land_keys(const KeysCrossing& args, CrossingShared& share
                                  const transport::DeviceWaiter& waiter, std::uint64_t epoch) {
     const Workspace& workspace = args.workspace;
     const Network& network = workspace.network;
-    const Rails rails = rails_in(args);
+    const Rails rails = rails_of(workspace, args.hierarchical);
     const int own = workspace.rank;
     const int takers = args.hierarchical ? rails.local : 1;
     const int copied = network.staged ? 0 : 1;  // the first of them to which it is
