@@ -1,4 +1,4 @@
-"""Which instructions, and which calls of libraries, give one output element the same bits?
+"""Find which instructions, and which calls of libraries, give one output element the same bits.
 
     python3 bench/invariant_instructions.py [--device cpu] [result.json]
 
@@ -33,7 +33,7 @@ SHAPES = ((2048, 4096), (4096, 1024), (7168, 2048), (1024, 8192))
 SMALL = 16
 """Terms of an operand that do not cancel."""
 FEW = 3
-"""How many of each of the above a CPU multiplies."""
+"""Numbers of rows and columns, of those above, that a CPU multiplies."""
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -113,9 +113,7 @@ def plan(
     def taken(claims: AcceleratorCapabilities) -> bool:
         return takes(claims, full, sizes, ranks, dtype, scaled)
 
-    if (
-        live is not None and JOINT in backends.accelerator
-    ):  # of unlike nodes, which only a world has
+    if live is not None and JOINT in backends.accelerator:  # only a world has unlike nodes
         name, backend = backends.accelerator, live.engine(full).accelerator
     else:
         name = selection.provider(backends, full, nodes, taken)

@@ -265,15 +265,13 @@ def all_reduce(
         found: Tensor = ops.all_reduce(x, out_dtype, chunk, prefetch, encoded(invariant), group)
         return found
     check_quantise(_OP, quantise, norm_weight, x=x, residual=residual, out=out, out_dtype=out_dtype)
-    if norm_weight is None:
-        if residual is not None:
-            raise ArgumentError("norm_weight", None, "a weight, beside residual")
-        return _through_torch(x, None, out, out_dtype, chunk, prefetch, encoded(invariant), group)[
-            0
-        ]
-    norm = Normed(residual, norm_weight, float(eps), quantise is not None)
+    norm = None
+    if norm_weight is not None:
+        norm = Normed(residual, norm_weight, float(eps), quantise is not None)
+    elif residual is not None:
+        raise ArgumentError("norm_weight", None, "a weight, beside residual")
     done = _through_torch(x, norm, out, out_dtype, chunk, prefetch, encoded(invariant), group)
-    return results_of(done, residual)
+    return done[0] if norm is None else results_of(done, residual)
 
 
 def _through_torch(

@@ -129,7 +129,7 @@ def leaves_of(draw: Draw, whole: dict[str, Tensor]) -> list[Tensor]:
 def every_batch(
     draws: Sequence[Draw], batches: Sequence[Sequence[int]], replays: bool = False
 ) -> list[list[Tensor]]:
-    """What this rank gets for each draw of each batch of rows; ``replays``: of a graph's replay."""
+    """Return what this rank gets for each draw of each batch of rows; ``replays``: by graphs."""
     multiply()
     found = []
     for draw in draws:

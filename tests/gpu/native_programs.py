@@ -23,7 +23,7 @@ class NativeProgram:
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Return its path."""
         return FOLDER / self.backend / "tests" / self.name
 
     @property

@@ -1,4 +1,4 @@
-"""What rank processes of test_no_peer_access run: calls in a world whose nodes nobody has named."""
+"""Run in rank processes of test_no_peer_access: calls in a world whose nodes nobody has named."""
 
 from __future__ import annotations
 

@@ -144,8 +144,8 @@ def attended(
 def travelled(
     shapes: list[Moe],
 ) -> list[tuple[str, dict[int, float], dict[int, float], Exchange]]:
-    """Of each call of the three MoE ops: which it was, bytes that the NIC put to each rank, those that
-    its plan says, and its exchange."""
+    """Return of each call of the three MoE ops which it was, bytes that the NIC put to each rank, those
+    that its plan says, and its exchange."""
     world, found = mkernel.world(), []
     launch, calls = world.accelerator.launch, list[tuple[LaunchPlan, dict[int, float]]]()
 

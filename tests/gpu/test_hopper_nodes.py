@@ -151,6 +151,22 @@ several = pytest.mark.parametrize(
 """With one rank a node there is nobody to relay for."""
 
 
+def check_bytes(
+    rank: int,
+    ranks: int,
+    exchange: str,
+    carried: dict[int, float],
+    planned: dict[int, float],
+    taken: str,
+    of: str = "",
+) -> None:
+    """Check that the NIC put to each rank what the plan says, and to whom the exchange says."""
+    assert carried == planned, of
+    assert taken == (exchange if ranks > 1 else "direct"), of
+    if exchange == "hierarchical":
+        assert {peer % ranks for peer in carried} == {rank % ranks}, of
+
+
 @nics
 @several
 @both
@@ -171,11 +187,8 @@ def test_the_bytes_of_experts_are_the_planned_ones(
     )  # fmt: skip
     for rank, of_rank in enumerate(found):
         assert {op for op, *_ in of_rank} == set(MOE)
-        for op, carried, planned, taken in of_rank:
-            assert carried == planned, op
-            assert taken == (exchange if ranks > 1 else "direct")
-            if exchange == "hierarchical":
-                assert {peer % ranks for peer in carried} == {rank % ranks}
+        for op, *sent in of_rank:
+            check_bytes(rank, ranks, exchange, *sent, of=op)
 
 
 @nics
@@ -198,12 +211,9 @@ def test_the_bytes_of_keys_are_the_planned_ones(
     found = launched(nodes_ranks.attended, shapes, **world)
     found += launched(*chunked, **world, fresh=True)
     for rank, of_rank in enumerate(found):
-        for failures, carried, planned, taken in of_rank:
+        for failures, *sent in of_rank:
             assert failures == []
-            assert carried == planned
-            assert taken == (exchange if ranks > 1 else "direct")
-            if exchange == "hierarchical":
-                assert {peer % ranks for peer in carried} == {rank % ranks}
+            check_bytes(rank, ranks, exchange, *sent)
 
 
 @nics

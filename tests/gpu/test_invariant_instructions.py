@@ -1,4 +1,4 @@
-"""What invariant results rely on: instructions that add alike, wherever an element lies in a tile.
+"""Check what invariant results rely on: instructions add alike, wherever an element is in a tile.
 
 The products are native (``tests/native/hopper/wgmma_bits.cu``). Another order of K must be seen.
 """

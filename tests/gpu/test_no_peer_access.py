@@ -29,7 +29,8 @@ planted = pytest.mark.parametrize("fault", [False, True], ids=["honest", "plante
 
 @pytest.fixture(autouse=True)
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Of a store for the split world's ranks, which are told that they have no peer access."""
+    """Return the port of a store for the split world's ranks, which are told that they have no peer
+    access."""
     for name in ("CUDA", "HOPPER"):
         monkeypatch.setenv(f"MKERNEL_{name}_PEER_ACCESS", "0")
     store, at = host_store(2, TOLD_S)

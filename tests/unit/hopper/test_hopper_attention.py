@@ -679,6 +679,12 @@ class Started:
         self._made = made
         self.told: list[Any] = []
 
+    def attend(self, q: Any, k: Any, v: Any, first: int, causal: bool, scale: float) -> Seen:
+        """Stand for the library's attention."""
+        self.told.append((tuple(q.shape), tuple(k.shape), k.stride(), first, causal))
+        out = torch.zeros_like(q[:, :, first:])
+        return Seen(out, torch.zeros(out.shape[:3]), first)
+
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._made, name)
 
@@ -705,12 +711,7 @@ def test_no_field_is_decoration(made: Any, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(module, "native", lambda: started)
     monkeypatch.setattr(attention_ring, "bytes_at", lambda at, n: torch.zeros(n, dtype=torch.uint8))
 
-    def seen(q: Any, k: Any, v: Any, first: int, causal: bool, scale: float) -> Seen:
-        started.told.append((tuple(q.shape), tuple(k.shape), k.stride(), first, causal))
-        out = torch.zeros_like(q[:, :, first:])
-        return Seen(out, torch.zeros(out.shape[:3]), first)
-
-    monkeypatch.setattr(attention, "attend", seen)
+    monkeypatch.setattr(attention, "attend", started.attend)
     monkeypatch.setattr(attention, "on_stream", on_stream)
     world = gpus()
     usual = world.plan("ring_attention", sizes_of(2, causal=True), dtype="bfloat16")

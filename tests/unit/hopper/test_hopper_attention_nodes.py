@@ -15,7 +15,6 @@ from test_parts_nodes import world_of
 from mkernel.backends.accelerators.cuda.attention import in_parts as attention
 from mkernel.backends.accelerators.cuda.attention import merge as attention_merge
 from mkernel.backends.accelerators.cuda.attention import ring as attention_ring
-from mkernel.backends.accelerators.cuda.attention.library import Seen
 from mkernel.backends.accelerators.cuda.backend import CudaAccelerator
 from mkernel.backends.accelerators.cuda.device_world import DispatchContext
 from mkernel.backends.accelerators.cuda.dispatch import executor_of
@@ -130,12 +129,7 @@ def test_no_field_is_decoration(made: Any, monkeypatch: pytest.MonkeyPatch, way:
         monkeypatch.setattr(module, "native", lambda: started)
     monkeypatch.setattr(attention_ring, "bytes_at", lambda at, n: torch.zeros(n, dtype=torch.uint8))
 
-    def seen(q: Any, k: Any, v: Any, first: int, causal: bool, scale: float) -> Seen:
-        started.told.append((tuple(q.shape), tuple(k.shape), k.stride(), first, causal))
-        out = torch.zeros_like(q[:, :, first:])
-        return Seen(out, torch.zeros(out.shape[:3]), first)
-
-    monkeypatch.setattr(attention, "attend", seen)
+    monkeypatch.setattr(attention, "attend", started.attend)
     monkeypatch.setattr(attention, "on_stream", lambda *_: nullcontext())
     world: WalkedWorld = world_of(2, 1, accelerator=HopperAccelerator())
     width = 128 if way == "kernel" else 64
