@@ -1,6 +1,7 @@
 """GPUs of a node as if none reached another's memory (``MKERNEL_<ACCELERATOR>_PEER_ACCESS=0``): each
-rank is a node of its own, and bytes rest in pinned host memory. All else that such worlds do, any
-staged route between nodes does (``test_hopper_nodes``, families of ``test_calls_on_gpus``)."""
+GPU is a node of its own, whose ranks reach each other's memory even so, and bytes between nodes rest in
+pinned host memory. All else that such worlds do, any staged route between nodes does
+(``test_hopper_nodes``, families of ``test_calls_on_gpus``)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import kept_ranks
 import no_peer_ranks
 import nodes_faults_ranks
 import pytest
-from device_buffers import takes_ranks
+from device_buffers import needs_gpus
 from hopper_ranks import OPS, Shape
 from in_world import TOLD_S
 from kept_ranks import none_failed
@@ -22,7 +23,7 @@ from test_nodes_faults import EARLY
 
 from mkernel.launch import host_store
 
-pytestmark = [takes_ranks(2), pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = [needs_gpus(2), pytest.mark.usefixtures("leaves_nothing")]
 accelerators = pytest.mark.parametrize("accelerator", ["hopper", "cuda"])
 planted = pytest.mark.parametrize("fault", [False, True], ids=["honest", "planted"])
 
