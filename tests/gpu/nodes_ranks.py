@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from attention_ranks import Attention
-from calls import judged
+from calls import DEVICE, judged
 from hopper_ranks import Shape
 from in_world import TOLD_S, arrivals, stores
 from moe_ranks import Moe
@@ -185,16 +185,19 @@ def overlapped(shape: Moe) -> tuple[int, int]:
 
     work.fill(0)
     with mock.patch.object(world.accelerator, "launch", launched):
-        work.dispatched()  # plans, and loads what a call needs
+        outputs = work.dispatched().outputs  # plans, and loads what a call needs
     mkernel.synchronize()
     each, how = world.identity.ranks_per_node, plans[-1].part(TokenSchedule)
     peers = (world.size - each) // (each if how.exchange == "hierarchical" else 1)
     assert nic.flush(TOLD_S)
     work.fill(1)
+    work.sent, size = None, (outputs.shape, outputs.dtype)
+    del outputs
+    poison.freed([size], DEVICE)  # the capacity is the call's, not the case's
     torch.cuda.synchronize()
     before = nic.statistics().signals_raised
     sent = work.dispatched()
-    seen = torch.empty(1, dtype=sent.outputs.dtype, pin_memory=True)
+    seen, waited = torch.empty(1, dtype=sent.outputs.dtype, pin_memory=True), False
     end = time.monotonic() + TOLD_S
     with torch.cuda.stream(beside):
         while True:
@@ -202,7 +205,9 @@ def overlapped(shape: Moe) -> tuple[int, int]:
             beside.synchronize()
             if poison.count(seen) == 0:
                 break
+            waited = True
             assert time.monotonic() < end, "no first tile"
+    assert waited, "the outputs held no poison"
     came = nic.statistics().signals_raised - before - peers
     mkernel.synchronize()
     assert not work.failure(1, {"outputs": sent.outputs, "counts": sent.counts})

@@ -186,7 +186,7 @@ def test_the_bytes_of_experts_are_the_planned_ones(
         accelerator=accelerator,
     )  # fmt: skip
     for rank, of_rank in enumerate(found):
-        assert {op for op, *_ in of_rank} == set(MOE)
+        assert {op for op, *_ in of_rank} == set(MOE) - {"moe_dispatch"}
         for op, *sent in of_rank:
             check_bytes(rank, ranks, exchange, *sent, of=op)
 
