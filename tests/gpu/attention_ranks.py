@@ -138,7 +138,7 @@ def drawn_packed(chance: random.Random, world: int) -> Attention:
 
 def drawn_for_core(chance: random.Random, world: int) -> Attention:
     """Draw any size of our own kernel for parts."""
-    return replace(drawn(chance), width=128, way="parts")
+    return replace(drawn(chance), way="parts")
 
 
 def drawn_for_kernel(chance: random.Random, world: int) -> Attention:
@@ -146,7 +146,7 @@ def drawn_for_kernel(chance: random.Random, world: int) -> Attention:
     blocks."""
     causal = chance.random() < 0.5
     steps = chance.choice((1, 2, 3, chance.randint(4, 12)))
-    return replace(drawn(chance), rows=128 * steps * (2 if causal else 1), width=128, causal=causal,
+    return replace(drawn(chance), rows=128 * steps * (2 if causal else 1), causal=causal,
                    way="kernel")  # fmt: skip
 
 

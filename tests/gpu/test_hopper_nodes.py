@@ -135,7 +135,7 @@ BY_KERNEL = [
     Attention(1, 4, 4, 256, causal=True, way="kernel"),
     Attention(2, 4, 1, 128, lies="positions", way="kernel"),
     Attention(1, 8, 2, 768, causal=True, dtype="float16", lies="positions", way="kernel"),
-    Attention(2, 2, 2, 1152, way="kernel"),
+    Attention(2, 2, 2, 1152, width=64, way="kernel"),
 ]
 
 

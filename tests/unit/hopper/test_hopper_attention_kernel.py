@@ -96,7 +96,7 @@ class KernelFabric(Fabric):
         self._note(here, ("attend", ring.blocks, ring.exchanges), stream)
         self.rings[here.rank] = ring
         core = ring.core
-        batch, heads, kv_heads, queries, keys = core.shape
+        batch, heads, kv_heads, queries, keys, _ = core.shape
         assert core.scale > 0
         assert core.counters == here.workspaces[here.rank] + self.COUNTERS_OFFSET
         dtype = torch.float16 if core.half else torch.bfloat16

@@ -42,7 +42,7 @@ class AttentionCoreExecutor(AttentionExecutor):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, first: int, causal: bool, scale: float, counters: int
 ) -> Seen:
-    """Compute :func:`.attention.library.attend` for heads of 128. ``counters``: see :func:`core`."""
+    """Compute :func:`.attention.library.attend` for heads of 64 or 128. ``counters``: see :func:`core`."""
     seeing = q[:, :, first:] if first else q
     out = torch.empty_like(seeing)
     lse = torch.empty(seeing.shape[:3], dtype=torch.float32, device=q.device)
@@ -55,7 +55,7 @@ def core(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
     counters: int,
 ) -> _kernels.Core:  # fmt: skip
-    """Describe attention of q [B, Hq, R, 128] on k and v [B, Hkv, K, 128] into ``out``, like q, and
+    """Describe attention of q [B, Hq, R, D] on k and v [B, Hkv, K, D] into ``out``, like q, and
     ``lse`` [B, Hq, R], packed.
 
     ``counters``: address of two words that every launch leaves zero, as it found them, also after a
@@ -64,7 +64,7 @@ def core(
         [(each.data_ptr(), each.stride()[:3]) for each in (q, k, v, out)],
         lse.data_ptr(),
         counters,
-        (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]),
+        (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3]),
         scale,
         causal,
         q.dtype == torch.float16,

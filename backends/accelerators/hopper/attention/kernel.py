@@ -7,7 +7,7 @@ Data flow:
 
 Each query sees the own keys first, then those of the rank of the node before this one, of the one
 before that, and so on, and then those of other nodes in the same order (:mod:`.attention.ring`);
-nothing is rounded between them. Heads have a width of 128, and a rank's pieces of the sequence
+nothing is rounded between them. Heads have a width of 64 or 128, and a rank's pieces of the sequence
 multiples of 128 positions.
 """
 

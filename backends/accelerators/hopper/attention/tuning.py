@@ -4,7 +4,7 @@ All functions are pure: they read a plan's sizes and ``machine.json`` (:mod:`..c
 
 Besides the ways of ``cuda`` there are two. From ``core_rows`` rows of a rank on our own kernel
 (``kernels/attention/core.hpp``) computes the parts. One kernel for the whole call is taken where its
-predicted time is shorter, for heads of 128 and pieces that are multiples of 128 positions.
+predicted time is shorter, for pieces that are multiples of 128 positions.
 ``MKERNEL_HOPPER_ATTENTION`` asks for parts or for the kernel.
 """
 
@@ -24,6 +24,8 @@ from mkernel.topology.cost import MachineConstants
 _MACHINE = machine()
 KERNEL_ROWS = 128
 """Rows of a step of kernels/attention/ring_attention.hpp."""
+WIDTHS = (64, 128)
+"""Of the heads that our own kernels have (kernels/attention/core.hpp)."""
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
@@ -102,20 +104,18 @@ def _chunk_rows(plan: CommonPart) -> int:
 
 
 def core_takes(shape: AttentionShape) -> bool:
-    """Return whether our own kernel supports such attention: heads of 128, no packed documents."""
-    return shape.head_dim == 128 and not shape.documents
+    """Return whether our own kernel supports such attention, which has no packed documents."""
+    return shape.head_dim in WIDTHS and not shape.documents
 
 
 def kernel_takes(plan: CommonPart) -> bool:
-    """Return whether one kernel can compute all parts: heads of 128, no packed documents, several
-    ranks, whose pieces of the sequence are whole steps and whose keys fit beside a call's
-    tensors."""
+    """Return whether one kernel can compute all parts: no packed documents, several ranks, whose
+    pieces of the sequence are whole steps and whose keys fit beside a call's tensors."""
     shape, world = attention_shape(plan), plan.world_size
     rows = shape.sequence // world
     keys = 2 * shape.batch * shape.kv_heads * rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
     return (
-        shape.head_dim == 128
-        and not shape.documents
+        core_takes(shape)
         and world > 1
         and rows % (KERNEL_ROWS * (2 if shape.causal else 1)) == 0
         and (world - 1) * keys <= _MACHINE.attention.whole_bytes

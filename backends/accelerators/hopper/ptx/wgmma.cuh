@@ -212,6 +212,16 @@ __device__ inline void wgmma(float (&d)[128], std::uint64_t a, std::uint64_t b, 
     }
 }
 
+#define MKERNEL_WGMMA_64_OF_REGISTERS(kind)                                                \
+    asm volatile(                                                                          \
+        "wgmma.mma_async.sync.aligned.m64n64" kind                                         \
+        " {"                                                                               \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
+        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"             \
+        "}, {%32, %33, %34, %35}, %36, 1, 1, 1, %37;\n"                                    \
+        : MKERNEL_ACC8(0), MKERNEL_ACC8(8), MKERNEL_ACC8(16), MKERNEL_ACC8(24)             \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kNMajorB ? 1 : 0))
+
 #define MKERNEL_WGMMA_128_OF_REGISTERS(kind)                                                      \
     asm volatile(                                                                                 \
         "wgmma.mma_async.sync.aligned.m64n128" kind                                               \
@@ -228,6 +238,15 @@ __device__ inline void wgmma(float (&d)[128], std::uint64_t a, std::uint64_t b, 
 // Computes D += A @ B with A in registers: a[0], a[1] are rows lane/4 and lane/4 + 8, columns 2(lane%4) and
 // the next; a[2], a[3] the same, 8 columns on. Accumulators of two column blocks, rounded in pairs, are
 // therefore such an A. It must not be written before the product has been waited for.
+template <class Element, bool kNMajorB>
+__device__ inline void wgmma(float (&d)[32], const std::uint32_t* a, std::uint64_t b) {
+    static_assert(sizeof(Element) == 2);
+    if constexpr (std::is_same_v<Element, __half>) {
+        MKERNEL_WGMMA_64_OF_REGISTERS("k16.f32.f16.f16");
+    } else {
+        MKERNEL_WGMMA_64_OF_REGISTERS("k16.f32.bf16.bf16");
+    }
+}
 template <class Element, bool kNMajorB>
 __device__ inline void wgmma(float (&d)[64], const std::uint32_t* a, std::uint64_t b) {
     static_assert(sizeof(Element) == 2);
@@ -246,6 +265,7 @@ __device__ inline void hold(float (&values)[kCount]) {
 }
 
 #undef MKERNEL_WGMMA_128_OF_REGISTERS
+#undef MKERNEL_WGMMA_64_OF_REGISTERS
 #undef MKERNEL_WGMMA_256
 #undef MKERNEL_WGMMA_192
 #undef MKERNEL_WGMMA_128

@@ -27,9 +27,9 @@ using attention::rows;
 
 using RowsAt = std::pair<std::uint64_t, std::array<std::int64_t, 3>>;  // address, strides
 
-// `shape`: batch, heads, heads of keys, queries, keys.
+// `shape`: batch, heads, heads of keys, queries, keys, width.
 Core core(const std::array<RowsAt, 4>& tensors, std::uint64_t lse, std::uint64_t counters,
-          const std::array<std::int32_t, 5>& shape, float scale, bool causal, bool half) {
+          const std::array<std::int32_t, 6>& shape, float scale, bool causal, bool half) {
     const auto of = [&](int which) { return rows(tensors[which].first, tensors[which].second); };
     Core made{};
     made.q = of(0);
@@ -43,6 +43,7 @@ Core core(const std::array<RowsAt, 4>& tensors, std::uint64_t lse, std::uint64_t
     made.kv_heads = shape[2];
     made.queries = shape[3];
     made.keys = shape[4];
+    made.width = shape[5];
     made.scale = scale;
     made.causal = causal;
     made.half = half;

@@ -14,7 +14,7 @@ constexpr std::int64_t kKeptBytes = 32 << 20;  // of L2, for keys and values
 // Returns the number of query heads that are worked on side by side: as many as keep their keys and values in
 // L2.
 std::int32_t section_of(const Core& core) {
-    const std::int64_t of_head = std::int64_t{core.keys} * kCoreWidth * kElementBytes * 2;
+    const std::int64_t of_head = std::int64_t{core.keys} * core.width * kElementBytes * 2;
     const std::int64_t fits =
         std::max<std::int64_t>(kKeptBytes / of_head, 1) * (core.heads / core.kv_heads);
     const std::int32_t heads = core.batch * core.heads;
@@ -26,12 +26,14 @@ std::int32_t section_of(const Core& core) {
 void check(const Core& core) {
     const bool fits = core.batch > 0 && core.heads > 0 && core.kv_heads > 0 && core.queries > 0 &&
                       core.keys > 0 && core.heads % core.kv_heads == 0 &&
+                      (core.width == 64 || core.width == 128) &&
                       (!core.causal || core.queries == core.keys);
     if (fits) return;
     throw std::invalid_argument(std::to_string(core.batch) + " x " + std::to_string(core.heads) +
                                 " heads of " + std::to_string(core.queries) + " queries, " +
                                 std::to_string(core.kv_heads) + " of " + std::to_string(core.keys) +
-                                " keys; heads are a multiple of those of keys" +
+                                " keys, " + std::to_string(core.width) +
+                                " wide; heads are a multiple of those of keys, 64 or 128 wide" +
                                 (core.causal ? ", and causal queries as many as keys" : ""));
 }
 
@@ -40,7 +42,7 @@ void check(const Core& core) {
 CoreArgs core_args(const Core& core) {
     check(core);
     const auto map = [&](const Rows& of, std::int32_t rows, std::int32_t heads, std::uint32_t box) {
-        const RowsExtent extent{of.at,      kCoreWidth, rows,    heads,
+        const RowsExtent extent{of.at,      core.width, rows,    heads,
                                 core.batch, of.row,     of.head, of.batch};
         return tensor_map(extent, box, core.half);
     };
@@ -55,6 +57,7 @@ CoreArgs core_args(const Core& core) {
     args.kv_heads = core.kv_heads;
     args.queries = core.queries;
     args.keys = core.keys;
+    args.width = core.width;
     args.tiles_of_head = (core.queries + kCoreRows - 1) / kCoreRows;
     args.tiles = args.tiles_of_head * core.heads * core.batch;
     args.section = section_of(core);

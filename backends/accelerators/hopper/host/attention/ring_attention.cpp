@@ -43,7 +43,7 @@ void attend_ring(const DeviceWorld& world, const Ring& ring, cudaStream_t stream
     const Core& core = ring.core;
     args.core = core_args(core);
     if (ring.count > 0) {
-        const RowsExtent extent{ring.slots.at,  kCoreWidth,     core.keys,       core.kv_heads,
+        const RowsExtent extent{ring.slots.at,  core.width,     core.keys,       core.kv_heads,
                                 core.batch,     ring.slots.row, ring.slots.head, ring.slots.batch,
                                 2 * ring.count, ring.values};
         args.slots = tensor_map(extent, kCoreKeys, core.half);

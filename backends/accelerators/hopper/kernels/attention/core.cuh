@@ -16,9 +16,9 @@
 namespace mkernel::hopper::attention {
 
 // Called by one thread.
-template <bool kCausal>
-__device__ inline void load_core(const CoreArgs& args, CoreShared& shared) {
-    CoreLoader loader(args, shared);
+template <bool kCausal, int kWidth>
+__device__ inline void load_core(const CoreArgs& args, CoreShared<kWidth>& shared) {
+    CoreLoader<kWidth> loader(args, shared);
     for (std::int32_t number = loader.take(); number >= 0; number = loader.take()) {
         const CoreTile tile = core_tile<kCausal>(args, number);
         loader.queries(number, tile, tile.last + 1);
@@ -27,11 +27,11 @@ __device__ inline void load_core(const CoreArgs& args, CoreShared& shared) {
     loader.end();
 }
 
-template <class Element, bool kCausal>
+template <class Element, bool kCausal, int kWidth>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     attention_core(const __grid_constant__ CoreArgs args) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    auto& shared = *reinterpret_cast<CoreShared*>(memory);
+    auto& shared = *reinterpret_cast<CoreShared<kWidth>*>(memory);
     if (threadIdx.x == 0) open_core(shared);
     __syncthreads();
     if (threadIdx.x < kWarpgroup) {
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         if (threadIdx.x == 0) load_core<kCausal>(args, shared);
     } else {
         ptx::more_registers<240>();
-        CoreGroup<Element, kCausal>(args, shared).run();
+        CoreGroup<Element, kCausal, kWidth>(args, shared).run();
     }
 }
 

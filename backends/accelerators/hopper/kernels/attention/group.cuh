@@ -12,25 +12,27 @@
 
 namespace mkernel::hopper::attention {
 
-inline constexpr int kCoreStages = 2;        // of keys, and of values
-inline constexpr int kCoreQueries = 2;       // tiles whose queries are there
-inline constexpr int kHalfBytes = 64 * 128;  // 64 rows of 64 elements
-inline constexpr int kStepBytes = kCoreKeys * kCoreWidth * kElementBytes;
-inline constexpr int kTileBytes = kCoreRows * kCoreWidth * kElementBytes;
+inline constexpr int kCoreQueries = 2;      // tiles whose queries are there
+inline constexpr int kBoxColumns = 64;      // of a row, in a piece of a tile or step
+inline constexpr int kBoxBytes = 64 * 128;  // such a piece of the 64 queries of a warpgroup
 inline constexpr float kUnseen =
     -1e30F;  // finite: the weight of none but such is 1, and e^-inf 0 later
 
+template <int kWidth>
 struct CoreShared {
+    static constexpr int kStages = 256 / kWidth;  // of keys, and of values
+    static constexpr int kStepBytes = kCoreKeys * kWidth * kElementBytes;
+    static constexpr int kTileBytes = kCoreRows * kWidth * kElementBytes;
     alignas(1024) unsigned char q[kCoreQueries][kTileBytes];  // out, in the end
-    alignas(1024) unsigned char k[kCoreStages][kStepBytes];
-    alignas(1024) unsigned char v[kCoreStages][kStepBytes];
+    alignas(1024) unsigned char k[kStages][kStepBytes];
+    alignas(1024) unsigned char v[kStages][kStepBytes];
     ptx::Mbarrier q_full[kCoreQueries], q_empty[kCoreQueries];
-    ptx::Mbarrier k_full[kCoreStages], k_empty[kCoreStages];
-    ptx::Mbarrier v_full[kCoreStages], v_empty[kCoreStages];
+    ptx::Mbarrier k_full[kStages], k_empty[kStages];
+    ptx::Mbarrier v_full[kStages], v_empty[kStages];
     std::int32_t tile[kCoreQueries];   // of these queries; negative: there are no more
     std::int32_t steps[kCoreQueries];  // of keys that they see
 };
-static_assert(sizeof(CoreShared) <= kSharedBytes);
+static_assert(sizeof(CoreShared<64>) <= kSharedBytes && sizeof(CoreShared<128>) <= kSharedBytes);
 
 struct CoreTile {
     std::int32_t batch, head, kv_head, row;
@@ -53,10 +55,10 @@ __device__ inline CoreTile core_tile(const CoreArgs& args, std::int32_t number) 
 }
 
 // One warpgroup's work. A thread has two queries, rows lane/4 and lane/4 + 8 of its warp's 16.
-template <class Element, bool kCausal>
+template <class Element, bool kCausal, int kWidth>
 class CoreGroup {
   public:
-    __device__ CoreGroup(const CoreArgs& args, CoreShared& shared)
+    __device__ CoreGroup(const CoreArgs& args, CoreShared<kWidth>& shared)
         : args_(args),
           shared_(shared),
           group_(threadIdx.x / kWarpgroup - 1),
@@ -71,7 +73,7 @@ class CoreGroup {
             const std::int32_t number = shared_.tile[q.slot];
             if (number < 0) break;
             const CoreTile tile = core_tile<kCausal>(args_, number);
-            unsigned char* const mine = shared_.q[q.slot] + group_ * 2 * kHalfBytes;
+            unsigned char* const mine = shared_.q[q.slot] + group_ * kBoxes * kBoxBytes;
             attend(tile, shared_.steps[q.slot], mine);
             write(tile, mine);
             if (threadIdx.x % kWarpgroup == 0) {
@@ -141,9 +143,9 @@ class CoreGroup {
         const std::uint64_t a = ptx::descriptor(q, 0, 1024);
         const std::uint64_t b = ptx::descriptor(shared_.k[k_.slot], 0, 1024);
 #pragma unroll
-        for (int i = 0; i < kCoreWidth / 16; ++i) {
+        for (int i = 0; i < kWidth / 16; ++i) {
             const int column = i % 4 * 32;
-            ptx::wgmma<Element, false>(scores_, a + (i / 4 * kHalfBytes + column) / 16,
+            ptx::wgmma<Element, false>(scores_, a + (i / 4 * kBoxBytes + column) / 16,
                                        b + (i / 4 * kCoreKeys * 128 + column) / 16, i > 0);
         }
         ptx::wgmma_commit();
@@ -235,7 +237,7 @@ class CoreGroup {
         const int row = warp_ * 16 + lane_ % 16;
         const std::uint32_t from = ptx::shared_address(to) + row * 128;
 #pragma unroll
-        for (int block = 0; block < kCoreWidth / 8; block += 2) {
+        for (int block = 0; block < kWidth / 8; block += 2) {
             std::uint32_t four[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -243,14 +245,14 @@ class CoreGroup {
                 four[i] = ptx::pack<Element>(two[0] * by[i % 2], two[1] * by[i % 2]);
             }
             const int column = (block % 8 + lane_ / 16) ^ (row % 8);
-            ptx::store_blocks(from + block / 8 * kHalfBytes + column * 16, four);
+            ptx::store_blocks(from + block / 8 * kBoxBytes + column * 16, four);
         }
         ptx::fence_async_shared();
         meet<kWarpgroup>(kWritten + group_);
         if (threadIdx.x % kWarpgroup != 0) return;
-        for (int half = 0; half < 2; ++half) {
-            ptx::store_box(&args_.out, to + half * kHalfBytes, half * 64, tile.row + group_ * 64,
-                           tile.head, tile.batch);
+        for (int box = 0; box < kBoxes; ++box) {
+            ptx::store_box(&args_.out, to + box * kBoxBytes, box * kBoxColumns,
+                           tile.row + group_ * 64, tile.head, tile.batch);
         }
         ptx::close_group();
     }
@@ -285,12 +287,13 @@ class CoreGroup {
     }
 
     static constexpr int kScores = kCoreKeys / 2;  // of a thread
-    static constexpr int kOut = kCoreWidth / 2;
+    static constexpr int kOut = kWidth / 2;
+    static constexpr int kBoxes = kWidth / kBoxColumns;
     static constexpr int kTurn = 1, kWritten = 3;  // barriers of the block, one a group
 
     const CoreArgs& args_;
-    CoreShared& shared_;
-    Cursor<kCoreStages> k_, v_;
+    CoreShared<kWidth>& shared_;
+    Cursor<CoreShared<kWidth>::kStages> k_, v_;
     int group_, warp_, lane_;
     float scores_[kScores], out_[kOut];
     std::uint32_t weights_[kScores / 2];

@@ -9,9 +9,10 @@
 
 namespace mkernel::hopper::attention {
 
+template <int kWidth>
 class CoreLoader {
   public:
-    __device__ CoreLoader(const CoreArgs& args, CoreShared& shared)
+    __device__ CoreLoader(const CoreArgs& args, CoreShared<kWidth>& shared)
         : args_(args), shared_(shared) {}
 
     // Returns the number of the next tile, once there is room for its queries; negative: there is none.
@@ -26,23 +27,25 @@ class CoreLoader {
         shared_.tile[q_.slot] = number;
         shared_.steps[q_.slot] = steps;
         ptx::Mbarrier& full = shared_.q_full[q_.slot];
-        full.expect(kTileBytes);
-        for (int box = 0; box < 2 * kMultipliers; ++box) {
-            ptx::load_box(shared_.q[q_.slot] + box * kHalfBytes, &args_.q, &full, box % 2 * 64,
-                          tile.row + box / 2 * 64, tile.head, tile.batch);
+        full.expect(CoreShared<kWidth>::kTileBytes);
+        for (int box = 0; box < kBoxes * kMultipliers; ++box) {
+            ptx::load_box(shared_.q[q_.slot] + box * kBoxBytes, &args_.q, &full,
+                          box % kBoxes * kBoxColumns, tile.row + box / kBoxes * 64, tile.head,
+                          tile.batch);
         }
         q_.next();
     }
 
-    // Loads the next step: `key` and `value`(to, full, column) each load 64 columns of kCoreKeys rows.
+    // Loads the next step: `key` and `value`(to, full, column) each load kBoxColumns of kCoreKeys rows.
     template <class Key, class Value>
     __device__ void keys(Key&& key, Value&& value) {
         const auto load = [&](unsigned char* to, ptx::Mbarrier& full, ptx::Mbarrier& empty,
-                              auto&& half) {
+                              auto&& load_columns) {
             empty.wait(step_.parity ^ 1);
-            full.expect(kStepBytes);
-            half(to, &full, 0);
-            half(to + kCoreKeys * 128, &full, 64);
+            full.expect(CoreShared<kWidth>::kStepBytes);
+            for (int box = 0; box < kBoxes; ++box) {
+                load_columns(to + box * kCoreKeys * 128, &full, box * kBoxColumns);
+            }
         };
         const int slot = step_.slot;
         load(shared_.k[slot], shared_.k_full[slot], shared_.k_empty[slot], key);
@@ -72,19 +75,22 @@ class CoreLoader {
     }
 
   private:
+    static constexpr int kBoxes = kWidth / kBoxColumns;
+
     const CoreArgs& args_;
-    CoreShared& shared_;
+    CoreShared<kWidth>& shared_;
     Cursor<kCoreQueries> q_;
-    Cursor<kCoreStages> step_;
+    Cursor<CoreShared<kWidth>::kStages> step_;
 };
 
 // Called by one thread of a block, before a barrier of it.
-__device__ inline void open_core(CoreShared& shared) {
+template <int kWidth>
+__device__ inline void open_core(CoreShared<kWidth>& shared) {
     for (int slot = 0; slot < kCoreQueries; ++slot) {
         shared.q_full[slot].init(1);
         shared.q_empty[slot].init(kMultipliers);
     }
-    for (int slot = 0; slot < kCoreStages; ++slot) {
+    for (int slot = 0; slot < CoreShared<kWidth>::kStages; ++slot) {
         shared.k_full[slot].init(1);
         shared.v_full[slot].init(1);
         shared.k_empty[slot].init(kMultipliers * kWarpgroup / kWarp);

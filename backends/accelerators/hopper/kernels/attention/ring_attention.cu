@@ -8,17 +8,23 @@
 namespace mkernel::hopper::attention {
 namespace {
 
+template <class Element, bool kCausal, bool kByHead, int kWidth>
+void launch(const RingArgs& args, int blocks, cudaStream_t stream) {
+    const auto kernel = &ring_attention<Element, kCausal, kByHead, kWidth>;
+    int processors = 0;
+    cuda::check(Prepared::find(reinterpret_cast<const void*>(kernel), sizeof(RingShared<kWidth>),
+                               processors),
+                "ring attention");
+    if (blocks > 0) processors = std::min(processors, blocks);
+    kernel<<<std::min(processors, args.core.tiles), kBlockThreads, sizeof(RingShared<kWidth>),
+             stream>>>(args);
+    cuda::check(cudaGetLastError(), "ring attention");
+}
+
 template <class Element, bool kCausal, bool kByHead>
 void launch(const RingArgs& args, int blocks, cudaStream_t stream) {
-    const auto kernel = &ring_attention<Element, kCausal, kByHead>;
-    int processors = 0;
-    cuda::check(
-        Prepared::find(reinterpret_cast<const void*>(kernel), sizeof(RingShared), processors),
-        "ring attention");
-    if (blocks > 0) processors = std::min(processors, blocks);
-    kernel<<<std::min(processors, args.core.tiles), kBlockThreads, sizeof(RingShared), stream>>>(
-        args);
-    cuda::check(cudaGetLastError(), "ring attention");
+    args.core.width == 64 ? launch<Element, kCausal, kByHead, 64>(args, blocks, stream)
+                          : launch<Element, kCausal, kByHead, 128>(args, blocks, stream);
 }
 
 template <class Element>

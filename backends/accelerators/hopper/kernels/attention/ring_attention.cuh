@@ -12,20 +12,21 @@
 
 namespace mkernel::hopper::attention {
 
+template <int kWidth>
 struct RingShared {
-    CoreShared core;
+    CoreShared<kWidth> core;
     std::int32_t arrived[kMaxRanks - 1];  // chunks of each part that the loader knows to be there
     ptx::Mbarrier written;                // by each group of multipliers: all that it has
 };
-static_assert(sizeof(RingShared) <= kSharedBytes);
+static_assert(sizeof(RingShared<64>) <= kSharedBytes && sizeof(RingShared<128>) <= kSharedBytes);
 
 // The loader, driven by one thread. kByHead: each head's chunks have flags of their own, and tiles come in the order of heads
 // of keys, so that a chunk whose number is lower than that of one that was waited for has been waited for, too, or
 // is not needed any more.
-template <bool kCausal, bool kByHead>
+template <bool kCausal, bool kByHead, int kWidth>
 class RingLoader {
   public:
-    __device__ RingLoader(const RingArgs& args, RingShared& shared)
+    __device__ RingLoader(const RingArgs& args, RingShared<kWidth>& shared)
         : args_(args), shared_(shared), loader_(args.core, shared.core) {}
 
     // Runs the loader. A failed wait ends it after the tile that waited, whose result is wrong.
@@ -89,16 +90,16 @@ class RingLoader {
     }
 
     const RingArgs& args_;
-    RingShared& shared_;
-    CoreLoader loader_;
+    RingShared<kWidth>& shared_;
+    CoreLoader<kWidth> loader_;
     bool going_ = true;
 };
 
-template <class Element, bool kCausal, bool kByHead>
+template <class Element, bool kCausal, bool kByHead, int kWidth>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     ring_attention(const __grid_constant__ RingArgs args) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    auto& shared = *reinterpret_cast<RingShared*>(memory);
+    auto& shared = *reinterpret_cast<RingShared<kWidth>*>(memory);
     if (threadIdx.x == 0) {
         shared.written.init(kMultipliers);
         open_core(shared.core);
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     if (threadIdx.x < kWarpgroup) {
         ptx::fewer_registers<40>();
         if (threadIdx.x != 0) return;
-        RingLoader<kCausal, kByHead>(args, shared).run();
+        RingLoader<kCausal, kByHead, kWidth>(args, shared).run();
         shared.written.wait(0);
         if (!args.exchanges) return;
         const auto waiter =
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         finish_call(args.workspace, waiter, args.workspace.control().state.epoch);
     } else {
         ptx::more_registers<232>();
-        CoreGroup<Element, kCausal>(args.core, shared.core).run();
+        CoreGroup<Element, kCausal, kWidth>(args.core, shared.core).run();
         if (threadIdx.x % kWarpgroup == 0) shared.written.arrive();
     }
 }
