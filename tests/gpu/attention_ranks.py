@@ -117,7 +117,7 @@ def drawn(chance: random.Random, world: int = 1) -> Attention:
         heads=kv_heads * chance.randint(1, 4),
         kv_heads=kv_heads,
         rows=16 * steps * (2 if causal else 1),
-        width=chance.choice((64, 128)),
+        width=chance.choice((64, 128, 256)),
         causal=causal,
         dtype=chance.choice(("bfloat16", "float16")),
         lies=chance.choice(("heads", "positions")),
@@ -138,15 +138,14 @@ def drawn_packed(chance: random.Random, world: int) -> Attention:
 
 def drawn_for_core(chance: random.Random, world: int) -> Attention:
     """Draw any size of our own kernel for parts."""
-    return replace(drawn(chance), way="parts")
+    return replace(drawn(chance), width=128, way="parts")
 
 
 def drawn_for_kernel(chance: random.Random, world: int) -> Attention:
     """Draw any size of one kernel: from one step to a few tiles, more of them than a device has
     blocks."""
-    causal = chance.random() < 0.5
-    steps = chance.choice((1, 2, 3, chance.randint(4, 12)))
-    return replace(drawn(chance), rows=128 * steps * (2 if causal else 1), causal=causal,
+    steps, made = chance.choice((1, 2, 3, chance.randint(4, 12))), drawn(chance)
+    return replace(made, rows=128 * steps * (2 if made.causal else 1), width=min(made.width, 128),
                    way="kernel")  # fmt: skip
 
 

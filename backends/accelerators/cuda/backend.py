@@ -282,7 +282,9 @@ class CudaAccelerator(AcceleratorBackend, Instrumented):
             "far_returns": ("ranks",),
             "routing_of_ids": True,
             "reuses_routing": "in_one_node",
-            "head_dims": machine().attention.head_dims,
+            "head_dims": tuple(
+                each for each in machine().attention.head_dims if each <= 128 or there >= HOPPER
+            ),
             "positions": machine().attention.positions,
             "attention_layouts": ("heads", "positions"),
             "documents": ("ring_attention",),

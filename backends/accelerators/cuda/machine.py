@@ -73,7 +73,10 @@ class CallTimes(Model):
     """The time of a library's call on a part: call_us + flop / rate."""
 
     work: float = Field(gt=0, description="flop a pair of a query and a key that meet, and element")
-    tflops: float = Field(gt=0, description="all multiprocessors, random half precision")
+    tflops: float = Field(
+        gt=0, description="all multiprocessors, random half precision, heads of 128"
+    )
+    of_width: dict[int, float] = Field({}, description="of that rate, by another width of heads")
     call_us: float = Field(ge=0, description="what a call costs beside that")
     causal_call_us: float = Field(ge=0, description="the same of a causal one")
 

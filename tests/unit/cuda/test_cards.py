@@ -184,7 +184,7 @@ def test_a_card_reaches_the_same_shares_of_its_nominal_figures(name: str) -> Non
 def leaves(tree: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     if isinstance(tree, dict):
         for name, value in tree.items():
-            yield from leaves(value, (*at, name))
+            yield from leaves(value, (*at, str(name)))
     elif isinstance(tree, list | tuple):
         for value in tree:
             yield from leaves(value, at)

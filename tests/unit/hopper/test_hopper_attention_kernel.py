@@ -96,16 +96,16 @@ class KernelFabric(Fabric):
         self._note(here, ("attend", ring.blocks, ring.exchanges), stream)
         self.rings[here.rank] = ring
         core = ring.core
-        batch, heads, kv_heads, queries, keys, _ = core.shape
+        batch, heads, kv_heads, queries, keys, width = core.shape
         assert core.scale > 0
         assert core.counters == here.workspaces[here.rank] + self.COUNTERS_OFFSET
         dtype = torch.float16 if core.half else torch.bfloat16
 
         def keys_at(at: tuple[int, tuple[int, ...]], count: int) -> torch.Tensor:
-            return rows_at(*at, dtype, batch, kv_heads, count, 128).double()
+            return rows_at(*at, dtype, batch, kv_heads, count, width).double()
 
         q, out = (
-            rows_at(*core.tensors[which], dtype, batch, heads, queries, 128) for which in (0, 3)
+            rows_at(*core.tensors[which], dtype, batch, heads, queries, width) for which in (0, 3)
         )
         k, v = ([keys_at(core.tensors[which], keys)] for which in (1, 2))
         hidden = [torch.ones(queries, keys, dtype=torch.bool).triu(1) & core.causal]
@@ -199,9 +199,10 @@ def test_every_query_sees_each_of_its_keys_once(
 
 @pytest.mark.parametrize("layout", ["heads", "positions"])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_results(fabric: Any, world: int, causal: bool, layout: str) -> None:
-    assert run(fabric(world), kernel(world, causal=causal, layout=layout)) == []
+@pytest.mark.parametrize(("world", "width"), [(2, 128), (3, 64), (4, 128)])
+def test_results(fabric: Any, world: int, width: int, causal: bool, layout: str) -> None:
+    plan = kernel(world, causal=causal, layout=layout, head_dim=width)
+    assert run(fabric(world), plan) == []
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
@@ -273,7 +274,7 @@ CHOSEN: dict[str, Any] = {**LONG, "sequence": 1 << 13}
 @pytest.mark.parametrize(
     "changes",
     [
-        {"head_dim": 64}, {"sequence": 2 * 8192 - 32}, {"causal": True, "sequence": 2 * 128 * 63},
+        {"head_dim": 256}, {"sequence": 2 * 8192 - 32}, {"causal": True, "sequence": 2 * 128 * 63},
         {"sequence": 1 << 19}, {"world": 1}, {"documents": True},
     ],
 )  # fmt: skip
@@ -293,11 +294,11 @@ def test_what_is_left_to_parts(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("layout", ["heads", "positions"])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("world", "ranks"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "ranks", "width"), [(2, 1, 128), (3, 1, 64), (4, 2, 128)])
 def test_results_between_nodes(
-    fabric: Any, world: int, ranks: int, causal: bool, layout: str
+    fabric: Any, world: int, ranks: int, width: int, causal: bool, layout: str
 ) -> None:
-    plan = kernel(world, causal=causal, layout=layout)
+    plan = kernel(world, causal=causal, layout=layout, head_dim=width)
     assert run(fabric(world), between_nodes(plan, ranks)) == []
 
 
@@ -393,7 +394,7 @@ def test_a_slow_kernel_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_schedules_that_a_call_would_not_follow_are_refused() -> None:
     pytest.importorskip("mkernel.backends.accelerators.cuda._kernels")
     plan = kernel(2)
-    parts = plan.model_copy(update={"shape": plan.shape.model_copy(update={"head_dim": 64})})
+    parts = plan.model_copy(update={"shape": plan.shape.model_copy(update={"head_dim": 256})})
     with pytest.raises(ArgumentError, match=r"plan\.schedule\.kind"):
         AttentionKernelExecutor.workspace(parts)
 

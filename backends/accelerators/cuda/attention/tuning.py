@@ -193,7 +193,8 @@ def times_of(plan: CommonPart, calls: CallTimes, merged: int) -> Times:
     shape, how = attention_shape(plan), _MACHINE.of_plan(plan).attention
     rows = shape.sequence // plan.world_size
     queries = shape.batch * shape.heads * rows * shape.head_dim
-    flop_us = calls.work * queries * rows / (calls.tflops * 1e6)  # if all queries see all keys
+    tflops = calls.tflops * calls.of_width.get(shape.head_dim, 1)
+    flop_us = calls.work * queries * rows / (tflops * 1e6)  # if all queries see all keys
     seen_us = flop_us / 2 if shape.causal else flop_us
     own = (calls.causal_call_us if shape.causal else calls.call_us) + seen_us
     merge = how.merge_us + queries * DTYPE_BYTES[plan.dtype] * merged / (how.merge_gbs * 1e3)

@@ -42,7 +42,7 @@ class AttentionCoreExecutor(AttentionExecutor):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, first: int, causal: bool, scale: float, counters: int
 ) -> Seen:
-    """Compute :func:`.attention.library.attend` for heads of 64 or 128. ``counters``: see :func:`core`."""
+    """Compute :func:`.attention.library.attend` for heads of 128. ``counters``: see :func:`core`."""
     seeing = q[:, :, first:] if first else q
     out = torch.empty_like(seeing)
     lse = torch.empty(seeing.shape[:3], dtype=torch.float32, device=q.device)

@@ -24,8 +24,6 @@ from mkernel.topology.cost import MachineConstants
 _MACHINE = machine()
 KERNEL_ROWS = 128
 """Rows of a step of kernels/attention/ring_attention.hpp."""
-WIDTHS = (64, 128)
-"""Of the heads that our own kernels have (kernels/attention/core.hpp)."""
 
 
 def schedule(request: ScheduleRequest) -> Scheduled:
@@ -104,18 +102,21 @@ def _chunk_rows(plan: CommonPart) -> int:
 
 
 def core_takes(shape: AttentionShape) -> bool:
-    """Return whether our own kernel supports such attention, which has no packed documents."""
-    return shape.head_dim in WIDTHS and not shape.documents
+    """Return whether our own kernel for parts supports such attention: heads of 128, no packed
+    documents. For heads of 64 the library is the faster one (``of_width`` of its times)."""
+    return shape.head_dim == 128 and not shape.documents
 
 
 def kernel_takes(plan: CommonPart) -> bool:
-    """Return whether one kernel can compute all parts: no packed documents, several ranks, whose
-    pieces of the sequence are whole steps and whose keys fit beside a call's tensors."""
+    """Return whether one kernel can compute all parts: heads of 64 or 128, no packed documents,
+    several ranks, whose pieces of the sequence are whole steps and whose keys fit beside a call's
+    tensors."""
     shape, world = attention_shape(plan), plan.world_size
     rows = shape.sequence // world
     keys = 2 * shape.batch * shape.kv_heads * rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
     return (
-        core_takes(shape)
+        shape.head_dim in (64, 128)
+        and not shape.documents
         and world > 1
         and rows % (KERNEL_ROWS * (2 if shape.causal else 1)) == 0
         and (world - 1) * keys <= _MACHINE.attention.whole_bytes

@@ -67,6 +67,10 @@ CoreArgs core_args(const Core& core) {
 }
 
 void attend(const Core& core, cudaStream_t stream) {
+    if (core.width != kCoreWidth) {
+        throw std::invalid_argument("heads of " + std::to_string(core.width) +
+                                    "; parts are of heads of " + std::to_string(kCoreWidth));
+    }
     launch_core(core_args(core), core.causal, core.half, stream);
 }
 

@@ -8,28 +8,21 @@
 namespace mkernel::hopper::attention {
 namespace {
 
-template <class Element, bool kCausal, int kWidth>
+template <class Element, bool kCausal>
 void launch(const CoreArgs& args, cudaStream_t stream) {
-    const auto kernel = &attention_core<Element, kCausal, kWidth>;
+    const auto kernel = &attention_core<Element, kCausal, kCoreWidth>;
     int processors = 0;
-    cuda::check(Prepared::find(reinterpret_cast<const void*>(kernel), sizeof(CoreShared<kWidth>),
-                               processors),
+    cuda::check(Prepared::find(reinterpret_cast<const void*>(kernel),
+                               sizeof(CoreShared<kCoreWidth>), processors),
                 "attention's core");
-    kernel<<<std::min(processors, args.tiles), kBlockThreads, sizeof(CoreShared<kWidth>), stream>>>(
-        args);
+    kernel<<<std::min(processors, args.tiles), kBlockThreads, sizeof(CoreShared<kCoreWidth>),
+             stream>>>(args);
     cuda::check(cudaGetLastError(), "attention's core");
-}
-
-template <class Element, int kWidth>
-void launch(const CoreArgs& args, bool causal, cudaStream_t stream) {
-    causal ? launch<Element, true, kWidth>(args, stream)
-           : launch<Element, false, kWidth>(args, stream);
 }
 
 template <class Element>
 void launch(const CoreArgs& args, bool causal, cudaStream_t stream) {
-    args.width == 64 ? launch<Element, 64>(args, causal, stream)
-                     : launch<Element, 128>(args, causal, stream);
+    causal ? launch<Element, true>(args, stream) : launch<Element, false>(args, stream);
 }
 
 }  // namespace

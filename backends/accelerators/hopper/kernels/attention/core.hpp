@@ -14,6 +14,9 @@
 
 namespace mkernel::hopper::attention {
 
+inline constexpr int kCoreWidth =
+    128;  // of the kernel for parts, whose times for 64 the library's beat
+
 struct Core {
     Rows q, out;  // [batch, heads, queries, width]
     Rows k, v;    // [batch, kv_heads, keys, width]; heads is a multiple of kv_heads
