@@ -11,10 +11,9 @@ import pytest
 from device_buffers import needs_gpus
 from native_programs import NativeProgram
 
-from mkernel.backends.accelerators.hopper.gemm.tuning import INVARIANT_TILINGS
-
 PROGRAM = NativeProgram("wgmma_bits", backend="hopper")
-INSTRUCTIONS = {"wide": "n256", "medium": "n192", "narrow": "n128"}
+RELIED = ("n256", "n192", "n128")
+"""The instructions of all tilings but that of promoted sums."""
 PLANTED = ("shuffled", "halves")
 SHOWN_BY = ("plain", "mixed", "cancelling", "long")
 """Operands by which other orders show; subnormal sums are exact."""
@@ -29,10 +28,9 @@ def bits() -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
 def test_an_element_has_the_same_bits_anywhere_in_a_tile(bits: dict[str, Any], dtype: str) -> None:
     for kind, found in bits[dtype].items():
-        relied = [INSTRUCTIONS[tiling] for tiling in INVARIANT_TILINGS]
-        layouts = [relied, [f"{name} nmajor" for name in relied]]
+        layouts = [RELIED, [f"{name} nmajor" for name in RELIED]]
         if dtype == "float8_e4m3fn":
-            layouts = [relied, ["n128 promoted"]]
+            layouts = [RELIED, ["n128 promoted"]]
         for layout in layouts:
             assert len({each for name in layout for each in found[name]}) == 1, (kind, layout)
 

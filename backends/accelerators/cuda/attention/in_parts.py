@@ -21,10 +21,10 @@ float32 and rounds once more. So the relative error of out is at most that of th
 roundings, 1.7 times that of one, however many ranks there are: for random tensors 2.8e-3 in
 bfloat16, 3.5e-4 in float16; up to 3.2e-3 where weights are nearly even. lse is float32.
 
-Limits. Heads have 64, 128 or, on Hopper, 256 elements, and a rank's pieces of the sequence are multiples of 16
-positions. All ranks pass tensors of the same layout, which the plan has. A rank has room for the keys
-and values of all other ranks; where that is too much, :mod:`.attention.in_pieces` takes over within a
-node.
+Limits. Heads have 64, 128 or, on Hopper, 256 elements, and a rank's pieces of the sequence are
+multiples of 16 positions. All ranks pass tensors of the same layout, which the plan has. A rank has
+room for the keys and values of all other ranks; where that is too much, :mod:`.attention.in_pieces`
+takes over within a node.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Data flow of a call:
   a, b, segment by segment ──the kernel of AllGather+GEMM, in a world of one rank──▶ leaves, rounded
   leaves ──one kernel, by the tree of ``mkernel/plan/invariance.py``──▶ this rank's root
   roots  ──a collective that adds by the tree in the order of ranks, + bias──▶ out; a norm behind it
-Every product has the same tiling, whatever M and N are, and takes a segment of K in one order. One rank
+Every product takes a segment of K in one order, by instructions that add alike. One rank
 alone adds its leaves into ``out``.
 """
 

@@ -50,10 +50,6 @@ TILE_ROWS = _MACHINE.tilings.block_rows
 CLUSTER_TILES = {**_MACHINE.tilings.clusters, "deep": _MACHINE.tilings.clusters["wide"]}
 """The rows and columns that a cluster computes at a time. Deep tiles, of plans of earlier versions,
 are wide ones; the first of equal ones is planned."""
-INVARIANT_TILINGS: tuple[TilingName, ...] = ("wide",)
-"""The tilings of calls that promise invariant results, besides that of promoted sums; the first is
-taken. Others may follow as far as their instructions add alike
-(``bench/invariant_instructions.py``)."""
 BAND = _MACHINE.tilings.band
 PUSH_BLOCKS = _MACHINE.pushing.blocks
 PUSHERS = PUSH_BLOCKS * _MACHINE.pushing.threads_of_a_block
@@ -117,7 +113,6 @@ def _scheduled(request: ScheduleRequest) -> Scheduled:
             made = gather_between_nodes(
                 rows, shape.n, shape.k, world, chunk, processors,
                 plan.ranks_per_node, found.pipeline.exchange,
-                None if plan.invariant is None else INVARIANT_TILINGS[0],
             )  # fmt: skip
     return found._replace(schedule=made)
 
@@ -137,8 +132,6 @@ def _of_scaled(request: ScheduleRequest, found: Scheduled) -> Scheduled:
         )
     k = _up(shape.k, ELEMENT_BYTES)
     tiles = _tiling_of_scaled_call(request, cores) if plan.scales.use_fast_accum else "promoted"
-    if plan.invariant is not None and plan.scales.use_fast_accum:
-        tiles = INVARIANT_TILINGS[0]
     made: GatherSchedule | ReduceSchedule
     if plan.op == "all_gather_gemm":
         rows = shape.m // world
@@ -185,8 +178,6 @@ def _tiling_of_call(request: ScheduleRequest, processors: int) -> TilingName | N
     """Return the tiling with which a call of one node is predicted to be the fastest. None: there
     are no constants for it."""
     plan, constants = request.plan, request.constants
-    if plan.invariant is not None:
-        return INVARIANT_TILINGS[0]
     if constants is None or constants.fused is None:
         return None
     _, tile = paths.fused(
@@ -258,7 +249,6 @@ def gather_between_nodes(
     processors: int,
     local: int = 1,
     exchange: Exchange = "direct",
-    tiles: TilingName | None = None,
 ) -> GatherSchedule:
     """Schedule AllGather+GEMM for ranks on several nodes, ``local`` on each: blocks of the kernel
     send, in puts of a size that keeps a NIC busy."""
@@ -269,7 +259,7 @@ def gather_between_nodes(
     if chunk == rows:  # no chunk was requested: the shard is published in parts
         chunk = min(rows, max(_up(network.put_bytes, k * ELEMENT_BYTES), least))
     return GatherSchedule(
-        tiling=tiles or tiling(rows, world, n, k, processors - blocks),
+        tiling=tiling(rows, world, n, k, processors - blocks),
         chunk_rows=chunk,
         push_blocks=blocks,
         band=network.band,
@@ -379,13 +369,16 @@ def reduce(
 
 def segments(request: ScheduleRequest, processors: int) -> SegmentsSchedule:
     """Schedule invariant results of a reduction. Nothing is predicted of them."""
-    plan = request.plan
+    plan, shape = request.plan, request.plan.gemm
+    assert plan.invariant is not None
     promoted = plan.scales is not None and not plan.scales.use_fast_accum
     way: Way | None = "one_shot" if plan.op == "gemm_all_reduce" else None
-    nbytes = plan.gemm.m * plan.gemm.n * DTYPE_BYTES[plan.out_dtype]
+    nbytes = shape.m * shape.n * DTYPE_BYTES[plan.out_dtype]
+    of_rank = ELEMENT_BYTES * plan.invariant.segments // plan.world_size
+    k = _up(shape.k * DTYPE_BYTES[plan.dtype], of_rank)
     one = plan.world_size > 1 and (way is None or _MACHINE.in_one(nbytes, plan.world_size))
     return SegmentsSchedule(
-        tiling="promoted" if promoted else INVARIANT_TILINGS[0],
+        tiling="promoted" if promoted else tiling(shape.m, 1, shape.n, k, processors),
         blocks=processors,
         band=BAND,
         by_mail=one and library_tuning.by_mail(plan, plan.out_dtype, way, request.constants),
