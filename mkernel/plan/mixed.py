@@ -120,6 +120,7 @@ def capabilities(sides: Sequence[Side]) -> MixedCapabilities:
         dtypes=dtypes,
         out_dtypes=results,
         mixed_dtypes=all(each.mixed_dtypes for each in every),
+        rounded_partials=any(each.rounded_partials for each in every),
         b_layouts=common("b_layouts") or ("row",),
         alignment_bytes=max(each.alignment_bytes for each in every),
         most_ranks=min(limits) * len(sides) if limits else None,

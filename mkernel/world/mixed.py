@@ -2,7 +2,8 @@
 the ranks of its node, and the wire to the others.
 
 Each chunk of rows is one call of the backend in a world of the node alone. What crosses nodes lies in
-host memory, which the NIC reads and writes; nothing on a device knows who is on the other side.
+host memory, pinned for devices, which the NIC reads and writes; nothing on a device knows who is on the
+other side.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from mkernel.backends.contracts.accelerator import Call, Launch
-from mkernel.backends.contracts.memory import Workspace
+from mkernel.backends.contracts.memory import SymmetricMemory, Workspace
 from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime.host_kernels import Ended, HostAccelerator, Kernel, Signals
 from mkernel.backends.transport import _transport
+from mkernel.errors import Unsupported
 from mkernel.plan import mixed
 from mkernel.plan.arguments import NOTHING, path_of
 from mkernel.plan.mixed import MixedCapabilities, MixedSchedule, Side
@@ -35,6 +38,7 @@ from mkernel.world.engine import DRAIN_S, Engine
 from mkernel.world.exchange import Check, Exchange
 from mkernel.world.failure import FailureMonitor
 from mkernel.world.identity import Backends, Identity
+from mkernel.world.order import capturing, order_of
 from mkernel.world.process_group import GroupStore
 
 _WAIT_SLICE_S = 0.05
@@ -136,6 +140,7 @@ class NodeCalls:
             region=memory.region,
             fifo=0,
             timeout_s=call.timeout_s,
+            timed=False,
             group=engine.group,
         )
         deadline = time.monotonic() + 2 * call.timeout_s + DRAIN_S
@@ -145,7 +150,9 @@ class NodeCalls:
             if time.monotonic() > deadline:
                 _transport.pad_abort(pad, _transport.AbortCode.timeout)
                 raise Ended
-        if _transport.pad_aborted(pad) or _transport.pad_aborted(call.pad):
+        record = engine.accelerator.record()
+        failed = record and _transport.record_outcome(record) is not None  # a device's kernels did
+        if failed or _transport.pad_aborted(pad) or _transport.pad_aborted(call.pad):
             raise Ended
 
     def _plans_of(self, op: str, dtype: str, out_dtype: str, layout: str) -> Plans:
@@ -173,6 +180,7 @@ class Mixed(HostAccelerator):
         self._world = world
         self._own = own
         self.device = own.engine.accelerator.device
+        self._module = torch.get_device_module(self.device)
         local = world.local_rank
         self._far = [rank for rank, node in enumerate(world.node_of) if node != world.node]
         self._rail = [rank for rank in self._far if rank % world.ranks_per_node == local]
@@ -216,17 +224,42 @@ class Mixed(HostAccelerator):
     def _arrival(self, chunk: int, source: int) -> int:
         return self._world.size * (1 + chunk) + source
 
+    def open(self, device: Accelerator) -> None:
+        """Start the threads, and make the stream of the comm kernel on the rank's device."""
+        super().open(device)
+        self._beside = self._module.Stream()
+
+    def allocate(self, nbytes: int) -> SymmetricMemory:
+        """Allocate pages of the host, pinned where the rank's backend does that."""
+        own = self._own.engine
+        return (own.accelerator.allocate_staging if own.claims.stages else super().allocate)(nbytes)
+
+    def on(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[Any]:
+        """Return the context of the rank's backend. ArgumentError for tensors on another device."""
+        return self._own.engine.accelerator.on(tensors)
+
     def launch(self, call: Call) -> Launch:
-        """Start both kernels, once the device has made the call's inputs."""
-        self._settle()
+        """Start both kernels behind what is queued on the caller's stream: compute on that stream,
+        comm beside it. Unsupported: it is being captured into a graph."""
+        if capturing(self._module):
+            raise Unsupported(
+                f"{call.plan.op} is not captured into graphs in a world of unlike nodes, whose calls "
+                "wait on the host; call it outside of the capture"
+            )
+        order_of(self.device).follow(self.name)  # other worlds' calls
+        self._callers = self._module.current_stream()
+        self._beside.wait_stream(self._callers)
         return super().launch(call)
 
     @torch.no_grad()
     def communicate(self, kernel: Kernel) -> None:
         """Send own rows to the rails of other nodes, chunk by chunk, where rows are gathered."""
+        if kernel.call.plan.op == "all_gather_gemm":
+            with self._module.stream(self._beside):
+                self._send(kernel)
+
+    def _send(self, kernel: Kernel) -> None:
         call = kernel.call
-        if call.plan.op != "all_gather_gemm":
-            return
         self._ready(kernel)
         node, a = self._world.node, call.tensors["a"]
         mine = _inbox(kernel)[node]
@@ -244,8 +277,11 @@ class Mixed(HostAccelerator):
             "gemm_all_reduce": self._reduce,
             "all_reduce": self._sum,
         }
-        run[kernel.call.plan.op](kernel)
-        self._settle()
+        with self._module.stream(self._callers):
+            run[kernel.call.plan.op](kernel)
+            done = self._module.Event()
+            done.record()
+            done.synchronize()
         for peer in kernel.peers:
             kernel.tell(peer, kernel.rank)
 
@@ -300,7 +336,7 @@ class Mixed(HostAccelerator):
         for chunk, rows in enumerate(how.chunks(world.node)):
             for peer in self._rail:
                 kernel.wait(self._arrival(chunk, peer), peer, chunk)
-            out[rows].copy_(_added(mine[:, rows]))
+            out[rows].copy_(_added(self._here(mine[:, rows], tensors)))
 
     def _reduce(self, kernel: Kernel) -> None:
         """Send this rank's share of each chunk of the node's sum to all ranks of other nodes, and add
@@ -319,7 +355,7 @@ class Mixed(HostAccelerator):
         for chunk, rows in enumerate(how.chunks(world.node)):
             for peer in self._far:
                 kernel.wait(self._arrival(chunk, peer), peer, chunk)
-            tensors["out"][rows].copy_(_added(inbox[:, rows]))
+            tensors["out"][rows].copy_(_added(self._here(inbox[:, rows], tensors)))
 
     def _sum(self, kernel: Kernel) -> None:
         """Send each rank its rows, add all ranks' terms of the own ones, and send the sums to all."""
@@ -388,10 +424,6 @@ class Mixed(HostAccelerator):
 
     def _here(self, part: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return part.to(tensors["b"].device)
-
-    def _settle(self) -> None:
-        if self.device != "cpu":
-            torch.get_device_module(self.device).current_stream().synchronize()
 
 
 def _signals(plan: LaunchPlan, sender: int, receiver: int) -> int:

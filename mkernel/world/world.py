@@ -410,6 +410,11 @@ class World:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate a tensor as :func:`mkernel.empty` does, in this world. Collective."""
+        if self._membership.mixed:
+            raise Unsupported(
+                f"a world of unlike nodes ({self.backends.accelerator}) has no symmetric memory; "
+                "allocate with torch.empty"
+            )
         with self._turns:
             return self._membership.engine.heap.empty(shape, dtype)
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from in_world import DEADLINE_S, TOLD_S, relative, survivors
+from in_world import DEADLINE_S, TOLD_S, survivors
+from unlike_ranks import SIZES, case, judge_refusals, refused, wrong_results
 
 import mkernel
 from mkernel.backends.runtime.host_kernels import Kernel
-from mkernel.cases import case_of
-from mkernel.conformance.ranks import Judge, judge_calls
+from mkernel.conformance.ranks import judge_calls
 from mkernel.errors import MkernelError
 from mkernel.world.mixed import Mixed, NodeCalls
 
@@ -22,65 +22,6 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing"
 BOTH: dict[str, Any] = {
     "nodes": 2, "accelerator": "ascend+streams", "nic": "cx7", "verbs": "soft", "timeout_s": DEADLINE_S,
 }  # fmt: skip
-SIZES = {
-    "all_gather_gemm": {"m": 120, "n": 48, "k": 64},
-    "gemm_reduce_scatter": {"m": 120, "n": 48, "k": 64},
-    "gemm_all_reduce": {"m": 13, "n": 48, "k": 64},
-    "all_reduce": {"m": 13, "n": 48},
-}
-"""Rows that neither chunks nor ranks divide, where that is legal."""
-
-
-def case(op: str, chunk: int | None = 4, dtype: str = "float16", **fields: Any) -> Any:
-    make: Any = case_of(op)
-    return make(sizes=SIZES[op], dtype=dtype, out_dtype=dtype, chunk=chunk, **fields)
-
-
-def wrong_results() -> list[str]:
-    found = []
-    for op in SIZES:
-        found += judge_calls(case(op), 4)
-        found += judge_calls(case(op, chunk=None, dtype="float32"), 2)
-    found += judge_calls(case("all_gather_gemm", layout="column", options={"bias": True}), 2)
-    found += judge_calls(case("gemm_all_reduce", options={"norm": "residual"}), 2)
-    return found + unlike_shares() + repeated()
-
-
-def unlike_shares() -> list[str]:
-    """Give each node terms, or columns, of its own number."""
-    world = mkernel.world()
-    draw = torch.Generator().manual_seed(3)
-    k, each = 384, world.identity.ranks_per_node
-    a = torch.randn(8 * world.size, k, generator=draw).half()
-    b = torch.randn(k, k, generator=draw).half()
-    found = []
-    for shards in ("even", "speed", [k // each - 32, 32]):
-        own = mkernel.shard(k, shards, multiple_of=16)
-        rows, whole = a.chunk(world.size)[world.rank], a.double() @ b.double()
-        errors = {
-            "scatter": relative(
-                mkernel.gemm_reduce_scatter(a[:, own], b[own]), whole.chunk(world.size)[world.rank]
-            ),
-            "reduce": relative(mkernel.gemm_all_reduce(a[:, own], b[own]), whole),
-            "gather": relative(mkernel.all_gather_gemm(rows, b[:, own]), whole[:, own]),
-        }
-        found += [
-            f"{name}, {shards}: off by {each}" for name, each in errors.items() if each > 1e-3
-        ]
-        ends = world.gather("test", [own.start, own.stop])
-        told = [ends[rank] for rank in range(world.size)]
-        if [one[0] for one in told] + [k] != [0] + [one[1] for one in told]:
-            found.append(f"{shards}: parts {told} leave gaps")
-    return found
-
-
-def repeated() -> list[str]:
-    """Call twice with the same inputs; parameters under no_grad are no gradients."""
-    judge = Judge(case("gemm_all_reduce"))
-    given = {name: torch.nn.Parameter(each) for name, each in judge.inputs(0).items()}
-    with torch.no_grad():
-        one, other = (mkernel.gemm_all_reduce(given["a"], given["b"]) for _ in range(2))
-    return [] if torch.equal(one, other) else ["the same call has other bits"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -98,35 +39,8 @@ def test_nodes_whose_nics_differ_are_joined_by_tcp() -> None:
     assert mkernel.launch(over_tcp, ranks_per_node=1, **world) == [([], "tcp")] * 2
 
 
-def refused() -> tuple[list[str], Any]:
-    half = torch.ones(4, 32).half()
-    calls = {
-        "dtype": lambda: mkernel.all_reduce(half.double()),
-        "gradients": lambda: mkernel.all_gather_gemm(half.clone().requires_grad_(), half.t()),
-        "of several": lambda: mkernel.all_gather_gemm(
-            half.clone().requires_grad_(), [half.t()] * 2
-        ),
-        "experts": lambda: mkernel.moe_dispatch_gemm(half, torch.zeros(4, 1).int(), half[None]),
-        "attention": lambda: mkernel.ring_attention(*[half.view(1, 2, 2, 32)] * 3),
-    }
-    found = []
-    for call in calls.values():
-        with pytest.raises(MkernelError) as error:
-            call()
-        found.append(f"{type(error.value).__name__}: {error.value}")
-    return found, mkernel.stats().calls
-
-
 def test_what_unlike_nodes_cannot_do_is_refused_by_name() -> None:
-    (found, calls), other = mkernel.launch(refused, ranks_per_node=1, **BOTH)
-    assert (found, calls) == other
-    assert calls == {}
-    assert found[0].startswith("DtypeError: dtype = 'float64'")
-    assert "accelerator 'ascend' lacks it" in found[0]
-    assert found[1].startswith("Unsupported: all_gather_gemm has no gradients")
-    assert found[2].startswith("Unsupported: all_gather_gemms has no gradients")
-    assert "not 'moe_dispatch_gemm'" in found[3]
-    assert "not 'ring_attention'" in found[4]
+    judge_refusals(mkernel.launch(refused, ranks_per_node=1, **BOTH), "ascend")
 
 
 @pytest.mark.parametrize("victim", [0, 3])

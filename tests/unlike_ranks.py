@@ -1,0 +1,114 @@
+"""What rank processes run in worlds of unlike nodes, on CPUs and on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from in_world import relative
+
+import mkernel
+from mkernel.cases import case_of
+from mkernel.conformance.ranks import Judge, judge_calls
+from mkernel.errors import MkernelError
+
+SIZES = {
+    "all_gather_gemm": {"m": 120, "n": 48, "k": 64},
+    "gemm_reduce_scatter": {"m": 120, "n": 48, "k": 64},
+    "gemm_all_reduce": {"m": 13, "n": 48, "k": 64},
+    "all_reduce": {"m": 13, "n": 48},
+}
+"""Rows that neither chunks nor ranks divide, where that is legal."""
+
+
+def case(op: str, chunk: int | None = 4, dtype: str = "float16", **fields: Any) -> Any:
+    make: Any = case_of(op)
+    return make(sizes=SIZES[op], dtype=dtype, out_dtype=dtype, chunk=chunk, **fields)
+
+
+def wrong_results(other: str = "float32") -> list[str]:
+    """Judge all ops, in half precision and in another dtype."""
+    found = []
+    for op in SIZES:
+        found += judge_calls(case(op), 4)
+        found += judge_calls(case(op, chunk=None, dtype=other), 2)
+    found += judge_calls(case("all_gather_gemm", layout="column", options={"bias": True}), 2)
+    found += judge_calls(case("gemm_all_reduce", options={"norm": "residual"}), 2)
+    return found + unlike_shares() + repeated()
+
+
+def unlike_shares() -> list[str]:
+    """Give each node terms, or columns, of its own number."""
+    world = mkernel.world()
+    draw = torch.Generator().manual_seed(3)
+    k, each = 384, world.identity.ranks_per_node
+    a = torch.randn(8 * world.size, k, generator=draw).half()
+    b = torch.randn(k, k, generator=draw).half()
+    whole = a.double() @ b.double()
+    a, b = (tensor.to(world.accelerator.device) for tensor in (a, b))
+    found = []
+    for shards in ("even", "speed", [k // each - 32, 32]):
+        own = mkernel.shard(k, shards, multiple_of=16)
+        rows = a.chunk(world.size)[world.rank]
+        errors = {
+            "scatter": relative(
+                mkernel.gemm_reduce_scatter(a[:, own], b[own]).cpu(),
+                whole.chunk(world.size)[world.rank],
+            ),
+            "reduce": relative(mkernel.gemm_all_reduce(a[:, own], b[own]).cpu(), whole),
+            "gather": relative(mkernel.all_gather_gemm(rows, b[:, own]).cpu(), whole[:, own]),
+        }
+        found += [
+            f"{name}, {shards}: off by {each}" for name, each in errors.items() if each > 1e-3
+        ]
+        ends = world.gather("test", [own.start, own.stop])
+        told = [ends[rank] for rank in range(world.size)]
+        if [one[0] for one in told] + [k] != [0] + [one[1] for one in told]:
+            found.append(f"{shards}: parts {told} leave gaps")
+    return found
+
+
+def repeated() -> list[str]:
+    """Call twice with the same inputs; parameters under no_grad are no gradients."""
+    judge = Judge(case("gemm_all_reduce"))
+    given = {name: torch.nn.Parameter(each) for name, each in judge.inputs(0).items()}
+    with torch.no_grad():
+        one, other = (mkernel.gemm_all_reduce(given["a"], given["b"]) for _ in range(2))
+    return [] if torch.equal(one, other) else ["the same call has other bits"]
+
+
+def refused() -> tuple[list[str], Any]:
+    """Return what calls are told that such worlds do not take, and the calls that were counted."""
+    half = torch.ones(4, 32, device=mkernel.world().accelerator.device).half()
+    calls = {
+        "dtype": lambda: mkernel.all_reduce(half.double()),
+        "gradients": lambda: mkernel.all_gather_gemm(half.clone().requires_grad_(), half.t()),
+        "of several": lambda: mkernel.all_gather_gemm(
+            half.clone().requires_grad_(), [half.t()] * 2
+        ),
+        "experts": lambda: mkernel.moe_dispatch_gemm(half, torch.zeros(4, 1).int(), half[None]),
+        "attention": lambda: mkernel.ring_attention(*[half.view(1, 2, 2, 32)] * 3),
+        "memory": lambda: mkernel.empty((4,), half.dtype),
+    }
+    found = []
+    for call in calls.values():
+        with pytest.raises(MkernelError) as error:
+            call()
+        found.append(f"{type(error.value).__name__}: {error.value}")
+    return found, mkernel.stats().calls
+
+
+def judge_refusals(told: list[tuple[list[str], Any]], lacking: str) -> None:
+    """AssertionError unless all ranks refused alike, by name, and called nothing. ``lacking``: the
+    accelerator without float64."""
+    found, calls = told[0]
+    assert all(each == told[0] for each in told)
+    assert calls == {}
+    assert found[0].startswith("DtypeError: dtype = 'float64'")
+    assert f"accelerator {lacking!r} lacks it" in found[0]
+    assert found[1].startswith("Unsupported: all_gather_gemm has no gradients")
+    assert found[2].startswith("Unsupported: all_gather_gemms has no gradients")
+    assert "not 'moe_dispatch_gemm'" in found[3]
+    assert "not 'ring_attention'" in found[4]
+    assert "no symmetric memory" in found[5]
