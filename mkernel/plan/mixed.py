@@ -126,6 +126,7 @@ def capabilities(sides: Sequence[Side]) -> MixedCapabilities:
         simulated=any(each.simulated for each in every),
         transfer_paths=("p2p", "nic", "staged"),
         peer_access=True,
+        sums_in_rank_order=False,  # a node adds up its own ranks' first
         compute_cores=1,
         comm_cores=1,
     )

@@ -12,6 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -217,7 +218,10 @@ class Mixed(HostAccelerator):
         return self._world.size * (1 + chunk) + source
 
     def launch(self, call: Call) -> Launch:
-        """Start both kernels, once the device has made the call's inputs."""
+        """Start both kernels, once the device has made the call's inputs. Only gathered rows can all
+        come before anything is computed: other ops' sequential calls are pipelined ones."""
+        if call.view == "sequential" and call.plan.op != "all_gather_gemm":
+            call = replace(call, view="pipelined")
         self._settle()
         return super().launch(call)
 

@@ -104,12 +104,13 @@ def test_worlds_fit_the_devices(
 def of_gpus(count: int, *, between_nodes: bool, quick: bool = False) -> AcceleratorSubject:
     """A subject that believes to have so many."""
     subject = AcceleratorSubject("hopper", quick)
-    subject.__dict__["backend"] = SimpleNamespace(
+    backend = SimpleNamespace(
         probe=lambda: tuple(
             Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i) for i in range(count)
         ),
         capabilities=lambda: SimpleNamespace(too_many=lambda ranks: None),
     )
+    subject.__dict__["backends"] = (backend,)
     subject.__dict__["between_nodes"] = between_nodes
     return subject
 
