@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -36,7 +37,7 @@ from mkernel.plan.invariance import resolved
 from mkernel.plan.missing import WhatIf
 from mkernel.plan.mixed import JOINT, MixedCapabilities
 from mkernel.plan.model import LaunchPlan, OpName, Scales
-from mkernel.plan.planner import explain
+from mkernel.plan.planner import Planned, explain
 from mkernel.plan.request import Alternative
 from mkernel.plan.shapes import sizes_or_defaults
 from mkernel.plan.simulate import Simulation, trace
@@ -59,7 +60,7 @@ from mkernel.topology.reshape import (
     require_ports,
     split_by,
 )
-from mkernel.topology.sources.chips import cores, described
+from mkernel.topology.sources.chips import cores, described, product
 from mkernel.topology.world_map import WorldMap, world_map
 from mkernel.world.identity import Backends
 
@@ -137,7 +138,12 @@ def command(
         bool, typer.Option("--explain", help="Print the alternatives, with their predicted times.")
     ] = False,
     simulated: Annotated[
-        bool, typer.Option("--simulate", help="Simulate the call: contention, waves, signals.")
+        bool,
+        typer.Option(
+            "--simulate",
+            help="Simulate the call: contention, waves, signals. Of unlike nodes, compare even shards, "
+            "shards by speed, and the nodes of each kind alone.",
+        ),
     ] = False,
     trace_file: Annotated[
         Path | None,
@@ -178,44 +184,27 @@ def command(
         accelerator=accelerator, nic=nic, verbs=verbs,
     )  # fmt: skip
     world, backends, claims = where.topology, where.backends, where.capabilities
-    selection.require_op(backends.accelerator, claims, name)
-    backend = None if where.unlike else registry.accelerator(backends.accelerator)
-    mapped = partial(
-        world_map,
-        ranks_per_node=where.ranks_per_node,
-        constants=_fit(claims, world).constants_by(
-            constants_file or settings.constants,
-            () if backend is None else backend.cards_of(world),
-        ),
-        group=claims.process_group,
-        pinning=settings.pinning,
-        nics=selection.nic_use(backends.nic, settings),
-    )
+    asked = _Asked(
+        name, wanted, settings, constants_file or settings.constants,
+        {
+            "dtype": dtype,
+            "b_layout": layout_of(None, mode),
+            "around": Around(
+                scales=None if mode is None else Scales(mode=mode, use_fast_accum=fast_accum),
+                invariant=resolved(None, settings),
+            ),
+            "chunk": chunk,
+            "path": path or path_of(name, settings.path),
+            "exchange": exchange or settings.exchange,
+        },
+    )  # fmt: skip
+    mapped, planned = asked.planning(where)
     here = mapped(world)
 
     def first(count: int) -> WorldMap:
         few = count < len(world.nodes)
         return mapped(Topology(nodes=world.nodes[:count])) if few else here
 
-    planned = partial(
-        explain,
-        name,
-        wanted,
-        dtype=dtype,
-        b_layout=layout_of(None, mode),
-        around=Around(
-            scales=None if mode is None else Scales(mode=mode, use_fast_accum=fast_accum),
-            invariant=resolved(None, settings),
-        ),
-        accelerator=backends.accelerator,
-        capabilities=claims,
-        nic=backends.nic,
-        verbs=backends.verbs,
-        chunk=chunk,
-        path=path or path_of(name, settings.path),
-        exchange=exchange or settings.exchange,
-        schedule=mixed.schedule if backend is None else backend.schedule,
-    )
     made, considered, pipeline = planned(world=here)
     notes = where.notes + _assumed(made, here, claims)
     if constants_file is None and settings.constants is None:
@@ -227,7 +216,9 @@ def command(
         )
         console.print(render.plan(made, notes, verbose=verbose))
     found, constants = None, here.constants
-    if constants is None and (simulated or trace_file or scaling_file):
+    shares = tuple(asked.shares(where, here, made)) if simulated else ()
+    considered, why = shares or considered, why or bool(shares)
+    if constants is None and ((simulated and not shares) or trace_file or scaling_file):
         raise Unsupported(
             f"accelerator {backends.accelerator!r} brings no constants of these chips, so nothing "
             "can be simulated; --constants FILE gives some (`mkernel probe --measure` writes them)"
@@ -272,6 +263,70 @@ def command(
     for file in (trace_file, scaling_file):
         if file:
             console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A call that a user asks about. ``options``: those of its plan that are the same everywhere."""
+
+    op: OpName
+    sizes: Mapping[str, int]
+    settings: Settings
+    constants: Path | None
+    options: Mapping[str, Any]
+
+    def planning(
+        self, where: PlannedWorld
+    ) -> tuple[Callable[[Topology], WorldMap], Callable[..., Planned]]:
+        """Return what maps nodes as a world has them, and what plans the call there."""
+        backends, claims = where.backends, where.capabilities
+        selection.require_op(backends.accelerator, claims, self.op)
+        backend = None if where.unlike else registry.accelerator(backends.accelerator)
+        mapped = partial(
+            world_map,
+            ranks_per_node=where.ranks_per_node,
+            constants=_fit(claims, where.topology).constants_by(
+                self.constants, () if backend is None else backend.cards_of(where.topology)
+            ),
+            group=claims.process_group,
+            pinning=self.settings.pinning,
+            nics=selection.nic_use(backends.nic, self.settings),
+        )
+        return mapped, partial(
+            explain,
+            self.op,
+            self.sizes,
+            **self.options,
+            accelerator=backends.accelerator,
+            capabilities=claims,
+            nic=backends.nic,
+            verbs=backends.verbs,
+            schedule=mixed.schedule if backend is None else backend.schedule,
+        )
+
+    def shares(
+        self, where: PlannedWorld, here: WorldMap, made: LaunchPlan | WhatIf
+    ) -> Iterator[Alternative]:
+        """Yield, of unlike nodes, the predicted times of even and of unequal shards, and of the nodes
+        of each kind alone with the same work and what ``auto`` chooses there."""
+        if isinstance(made, WhatIf) or not isinstance(where.capabilities, MixedCapabilities):
+            return
+        yield from mixed.sharings(made, where.capabilities)
+        every, of = (where.machines or where.topology).nodes, here.kinds.of
+        for kind in dict.fromkeys(of):
+            count, one = of.count(kind), every[of.index(kind)].model_copy(update={"id": 0})
+            half = _elsewhere(
+                self.settings, self.op, replicate(Topology(nodes=(one,)), count),
+                where.ranks_per_node, AUTO, AUTO, None,
+            )  # fmt: skip
+            own = made.part(mixed.MixedSchedule).own_sizes(self.op)
+            more = {size: self.sizes[size] * len(every) // count for size in own}
+            mapped, planned = replace(self, sizes={**self.sizes, **more}).planning(half)
+            found = planned(world=mapped(half.topology)).plan
+            name = f"{count} x {product(one.accelerators[0])} alone, on {found.accelerator}"
+            if found.prediction is not None:
+                time_us, why = found.prediction.pipelined_us, found.prediction.constants
+                yield Alternative("nodes", name, time_us, False, why)
 
 
 def _fit(claims: AcceleratorCapabilities, world: Topology) -> AcceleratorCapabilities:

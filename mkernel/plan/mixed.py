@@ -14,6 +14,7 @@ they own, in the order of ranks, and send them to all.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -27,12 +28,13 @@ from mkernel.plan.model import (
     CommonPart,
     DtypeName,
     GemmShape,
+    LaunchPlan,
     Prediction,
     Schedule,
     SumShape,
 )
 from mkernel.plan.pipeline import ConsumptionOrder, Pipeline
-from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest
 from mkernel.plan.shapes import SHAPES
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Accelerator, Model
@@ -85,6 +87,16 @@ class MixedCapabilities(AcceleratorCapabilities):
             names = " and ".join(map(repr, dict.fromkeys(without)))
             legal = f"what all nodes have: {', '.join(self.dtypes)}"
             raise DtypeError("dtype", repr(dtype), legal, why=f"accelerator {names} lacks it")
+
+    def speeds(self, dtype: DtypeName = "float16") -> list[float]:
+        """Return the TFLOP/s of a rank by node. Unsupported: those of some node are unknown."""
+        for side in self.sides:
+            if not side.tflops.get(dtype):
+                raise Unsupported(
+                    f"shards='speed': nobody says how fast a rank on {side.accelerator!r} is; "
+                    "MKERNEL_CONSTANTS names a file that does (`mkernel probe --measure`)"
+                )
+        return [side.tflops[dtype] for side in self.sides]
 
     def misfit(self, device: Accelerator) -> str | None:
         """Return why calls can run on no node with such a device; None: nothing speaks against it."""
@@ -203,10 +215,11 @@ def _sums(claims: MixedCapabilities, dtype: DtypeName, out_dtype: DtypeName) -> 
 
 
 def _predicted(
-    plan: CommonPart, claims: MixedCapabilities, made: MixedSchedule
+    plan: CommonPart, claims: MixedCapabilities, made: MixedSchedule, parts: Sequence[float] = ()
 ) -> Prediction | None:
     """Predict a call by each rank's own constants: the slowest node's products, and what crosses a
-    rank's wire. None: the constants of some node are not known."""
+    rank's wire. None: the constants of some node are not known. ``parts``: of the plan's product by
+    node, where nodes have unequal ones."""
     shape, dtype = plan.shape, plan.dtype
     assert isinstance(shape, GemmShape | SumShape)
     rates = [side.tflops.get(dtype) for side in claims.sides]
@@ -214,7 +227,8 @@ def _predicted(
     if len(known) < len(rates):
         return None
     products = 2e-6 * shape.m * shape.n * shape.k if isinstance(shape, GemmShape) else 0.0
-    compute_us = products / min(known)
+    each = parts or [1.0] * len(known)
+    compute_us = max(products * part / rate for part, rate in zip(each, known, strict=True))
     gathers = plan.op == "all_gather_gemm"
     columns = shape.k if gathers and isinstance(shape, GemmShape) else shape.n
     rows = max(made.rows)
@@ -233,6 +247,26 @@ def _predicted(
         constants=f"by rank, of {cards}; in a node nothing is counted",
         measured=False,
     )
+
+
+def sharings(plan: LaunchPlan, claims: MixedCapabilities) -> Iterator[Alternative]:
+    """Yield the predicted times of even shards and of shards by speed, of the same product of all ranks
+    together. Unsupported: the speeds of some node are unknown."""
+    how, sizes = plan.part(MixedSchedule), plan.shape.model_dump()
+    speeds = claims.speeds(plan.dtype)
+    for name in how.own_sizes(plan.op):
+        even, ranks = sizes[name], plan.ranks_per_node
+        total = even * plan.world_size
+        for option, rates in (("even", [1.0] * plan.nodes), ("by speed", speeds)):
+            own = shares(total, math.gcd(even, 64), ranks, rates)
+            found = _predicted(plan, claims, how, [each / even for each in own])
+            assert found is not None
+            told = zip(how.accelerators, own, strict=True)
+            each = ", ".join(f"{size} on {kind}" for kind, size in dict.fromkeys(told))
+            yield Alternative(
+                "shards", f"{option}: {name} a rank {each}", found.pipelined_us, option == "even",
+                found.constants,
+            )  # fmt: skip
 
 
 def wire_gbs(plan: CommonPart) -> float:
