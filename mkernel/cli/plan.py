@@ -200,11 +200,6 @@ def command(
     )  # fmt: skip
     mapped, planned = asked.planning(where)
     here = mapped(world)
-
-    def first(count: int) -> WorldMap:
-        few = count < len(world.nodes)
-        return mapped(Topology(nodes=world.nodes[:count])) if few else here
-
     made, considered, pipeline = planned(world=here)
     notes = where.notes + _assumed(made, here, claims)
     if constants_file is None and settings.constants is None:
@@ -235,7 +230,7 @@ def command(
     if constants is not None and scaling_file:
         points = list(
             growth.points(
-                lambda count: planned(world=first(count)),
+                lambda count: planned(world=mapped(Topology(nodes=world.nodes[:count]))),
                 constants,
                 made.nodes,
             )
@@ -293,40 +288,32 @@ class _Asked:
             nics=selection.nic_use(backends.nic, self.settings),
         )
         return mapped, partial(
-            explain,
-            self.op,
-            self.sizes,
-            **self.options,
-            accelerator=backends.accelerator,
-            capabilities=claims,
-            nic=backends.nic,
-            verbs=backends.verbs,
+            explain, self.op, self.sizes, **self.options,
+            accelerator=backends.accelerator, capabilities=claims,
+            nic=backends.nic, verbs=backends.verbs,
             schedule=mixed.schedule if backend is None else backend.schedule,
-        )
+        )  # fmt: skip
 
     def shares(
         self, where: PlannedWorld, here: WorldMap, made: LaunchPlan | WhatIf
     ) -> Iterator[Alternative]:
         """Yield, of unlike nodes, the predicted times of even and of unequal shards, and of the nodes
         of each kind alone with the same work and what ``auto`` chooses there."""
-        if isinstance(made, WhatIf) or not isinstance(where.capabilities, MixedCapabilities):
+        claims, of = where.capabilities, here.kinds.of
+        if isinstance(made, WhatIf) or not isinstance(claims, MixedCapabilities):
             return
-        yield from mixed.sharings(made, where.capabilities)
-        every, of = (where.machines or where.topology).nodes, here.kinds.of
+        yield from mixed.sharings(made, claims)
+        own = made.part(mixed.MixedSchedule).own_sizes(self.op)
         for kind in dict.fromkeys(of):
-            count, one = of.count(kind), every[of.index(kind)].model_copy(update={"id": 0})
-            half = _elsewhere(
-                self.settings, self.op, replicate(Topology(nodes=(one,)), count),
-                where.ranks_per_node, AUTO, AUTO, None,
-            )  # fmt: skip
-            own = made.part(mixed.MixedSchedule).own_sizes(self.op)
-            more = {size: self.sizes[size] * len(every) // count for size in own}
-            mapped, planned = replace(self, sizes={**self.sizes, **more}).planning(half)
-            found = planned(world=mapped(half.topology)).plan
+            one, count = (where.machines or where.topology).nodes[of.index(kind)], of.count(kind)
+            half = replicate(Topology(nodes=(one.model_copy(update={"id": 0}),)), count)
+            there = _elsewhere(self.settings, self.op, half, where.ranks_per_node, AUTO, AUTO, None)
+            more = {size: self.sizes[size] * len(of) // count for size in own}
+            mapped, planned = replace(self, sizes={**self.sizes, **more}).planning(there)
+            found = planned(world=mapped(there.topology)).plan
             name = f"{count} x {product(one.accelerators[0])} alone, on {found.accelerator}"
-            if found.prediction is not None:
-                time_us, why = found.prediction.pipelined_us, found.prediction.constants
-                yield Alternative("nodes", name, time_us, False, why)
+            if (times := found.prediction) is not None:
+                yield Alternative("nodes", name, times.pipelined_us, False, times.constants)
 
 
 def _fit(claims: AcceleratorCapabilities, world: Topology) -> AcceleratorCapabilities:

@@ -227,8 +227,8 @@ def _predicted(
     if len(known) < len(rates):
         return None
     products = 2e-6 * shape.m * shape.n * shape.k if isinstance(shape, GemmShape) else 0.0
-    each = parts or [1.0] * len(known)
-    compute_us = max(products * part / rate for part, rate in zip(each, known, strict=True))
+    parts = parts or [1.0] * len(known)
+    compute_us = max(products * part / rate for part, rate in zip(parts, known, strict=True))
     gathers = plan.op == "all_gather_gemm"
     columns = shape.k if gathers and isinstance(shape, GemmShape) else shape.n
     rows = max(made.rows)
@@ -252,21 +252,19 @@ def _predicted(
 def sharings(plan: LaunchPlan, claims: MixedCapabilities) -> Iterator[Alternative]:
     """Yield the predicted times of even shards and of shards by speed, of the same product of all ranks
     together. Unsupported: the speeds of some node are unknown."""
-    how, sizes = plan.part(MixedSchedule), plan.shape.model_dump()
-    speeds = claims.speeds(plan.dtype)
+    how, nodes = plan.part(MixedSchedule), plan.nodes
     for name in how.own_sizes(plan.op):
-        even, ranks = sizes[name], plan.ranks_per_node
-        total = even * plan.world_size
-        for option, rates in (("even", [1.0] * plan.nodes), ("by speed", speeds)):
-            own = shares(total, math.gcd(even, 64), ranks, rates)
-            found = _predicted(plan, claims, how, [each / even for each in own])
-            assert found is not None
-            told = zip(how.accelerators, own, strict=True)
-            each = ", ".join(f"{size} on {kind}" for kind, size in dict.fromkeys(told))
-            yield Alternative(
-                "shards", f"{option}: {name} a rank {each}", found.pipelined_us, option == "even",
-                found.constants,
-            )  # fmt: skip
+        even = plan.shape.model_dump()[name]
+        for option, rates in ("even", [1.0] * nodes), ("by speed", claims.speeds(plan.dtype)):
+            own = shares(even * plan.world_size, math.gcd(even, 64), plan.ranks_per_node, rates)
+            times = _predicted(plan, claims, how, [size / even for size in own])
+            each = dict.fromkeys(zip(own, how.accelerators, strict=True))
+            told = f"{option}: {name} a rank " + ", ".join(
+                f"{size} on {kind}" for size, kind in each
+            )
+            if times is not None:
+                chosen = option == "even"
+                yield Alternative("shards", told, times.pipelined_us, chosen, times.constants)
 
 
 def wire_gbs(plan: CommonPart) -> float:
