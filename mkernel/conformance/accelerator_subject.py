@@ -85,7 +85,7 @@ class AcceleratorSubject:
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """Return the names of the backends, one or one a kind of nodes."""
-        return tuple(self.name.replace(JOINT, ",").split(","))
+        return tuple(self.name.split(","))
 
     @cached_property
     def backends(self) -> tuple[AcceleratorBackend, ...]:
