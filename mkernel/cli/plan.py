@@ -13,7 +13,6 @@ import typer
 from mkernel import machine, selection
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
-from mkernel.backends.contracts.status import Status
 from mkernel.cli.options import (
     OP_HELP,
     AsJson,
@@ -28,7 +27,7 @@ from mkernel.cli.options import (
     with_sizes,
 )
 from mkernel.cli.terminal import Terminal, write_json, writing
-from mkernel.errors import ArgumentError, BackendUnavailable, NoRoute, UnknownBackend, Unsupported
+from mkernel.errors import ArgumentError, BackendUnavailable, NoRoute, Unsupported
 from mkernel.plan import mixed, ops, render
 from mkernel.plan import scaling as growth
 from mkernel.plan.arguments import Around, check_world, path_of
@@ -418,11 +417,14 @@ def planned_world(
         )
     else:
         _check_accelerator(name, backend)
-        left_open, file = nodes is None, files[0] if files else None
+        left_open = nodes is None
         backends, nodes, ranks_per_node = selection.world_here(
             settings, name, nodes, ranks_per_node, nic, verbs
         )
-        world = world_of_machine(backends, nodes, ranks_per_node, settings, file)
+        if backends.nic is not None and backends.verbs is not None:
+            machine.usable_nic(backends.nic, backends.verbs)
+        world = load(files[0]) if files else machine.machine_topology(backends)
+        world = machine.emulated_topology(world, backends, nodes, ranks_per_node, settings)
         if left_open and nodes > 1 and selection.real_devices(backend):
             left_out += (_APART,)
     return PlannedWorld(world, ranks_per_node, backends, backend.capabilities(), notes=left_out)
@@ -607,46 +609,10 @@ def _prototypes(devices: Sequence[Accelerator]) -> bool:
     return all(one.emulated for one in devices) and len(set(kinds)) == len(kinds)
 
 
-def world_of_machine(
-    backends: Backends,
-    nodes: int,
-    ranks_per_node: int,
-    settings: Settings,
-    file: Path | None = None,
-) -> Topology:
-    """Return the nodes of a world that would run on this machine, split; or on the machine of a
-    file that lists no accelerators, with the backend's own.
-
-    Raises:
-        BackendUnavailable: there is no device to plan for; the message states what to do.
-    """
-    _check_nic(backends)
-    topology = machine.machine_topology(backends) if file is None else load(file)
-    return machine.emulated_topology(topology, backends, nodes, ranks_per_node, settings)
-
-
 def _check_accelerator(name: str, backend: AcceleratorBackend) -> None:
     if not backend.probe():
+        status = backend.status()
         raise BackendUnavailable(
-            f"accelerator {name!r} has no device here: {_reason(backend.status())}; "
+            f"accelerator {name!r} has no device here: {status.detail}; {status.remedy}; "
             "to plan for another machine, give its topology with --topology"
         )
-
-
-def _check_nic(backends: Backends) -> None:
-    name, verbs = backends.nic, backends.verbs
-    if name is None or verbs is None:
-        return
-    backend = registry.nic(name)
-    # Any other provider is the path of a library, which is the system's verbs by another name.
-    if verbs not in backend.providers and "/" not in verbs:
-        raise UnknownBackend("verbs", repr(verbs), f"one of: {', '.join(backend.providers)}")
-    if not backend.probe(verbs):
-        raise BackendUnavailable(
-            f"nic {name!r} has no device on verbs provider {verbs!r}: "
-            f"{_reason(backend.status(verbs))}"
-        )
-
-
-def _reason(status: Status) -> str:
-    return f"{status.detail}; {status.remedy}" if status.remedy else status.detail
