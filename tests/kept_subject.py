@@ -28,5 +28,5 @@ class Kept(AcceleratorSubject):
             return super().launch(fn, *args, world=world, timeout_s=timeout_s, **told)
         return kept_ranks.run(
             bounded, self.timeout_s if timeout_s is None else timeout_s, None, fn, *args,
-            nodes=world[0], ranks_per_node=world[1], accelerator=self.name,
+            **self.split(world),
         )  # fmt: skip

@@ -20,7 +20,11 @@ from mkernel.tabular import Column, Sheet
 
 def command(
     accelerator: Annotated[
-        str | None, typer.Option(help="Judge this accelerator backend, a name or module:attribute.")
+        str | None,
+        typer.Option(
+            help="Judge this accelerator backend, a name or module:attribute; or with a comma between "
+            "two, worlds of unlike nodes."
+        ),
     ] = None,
     nic: Annotated[
         str | None, typer.Option(help="Judge this NIC backend, a name or module:attribute.")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from mkernel import machine, selection
 from mkernel.backends import registry
 from mkernel.backends.contracts.accelerator import AcceleratorBackend
-from mkernel.backends.contracts.status import Status
 from mkernel.cli.options import (
     OP_HELP,
     AsJson,
@@ -27,7 +27,7 @@ from mkernel.cli.options import (
     with_sizes,
 )
 from mkernel.cli.terminal import Terminal, write_json, writing
-from mkernel.errors import ArgumentError, BackendUnavailable, NoRoute, UnknownBackend, Unsupported
+from mkernel.errors import ArgumentError, BackendUnavailable, NoRoute, Unsupported
 from mkernel.plan import mixed, ops, render
 from mkernel.plan import scaling as growth
 from mkernel.plan.arguments import Around, check_world, path_of
@@ -36,7 +36,7 @@ from mkernel.plan.invariance import resolved
 from mkernel.plan.missing import WhatIf
 from mkernel.plan.mixed import JOINT, MixedCapabilities
 from mkernel.plan.model import LaunchPlan, OpName, Scales
-from mkernel.plan.planner import explain
+from mkernel.plan.planner import Planned, explain
 from mkernel.plan.request import Alternative
 from mkernel.plan.shapes import sizes_or_defaults
 from mkernel.plan.simulate import Simulation, trace
@@ -59,7 +59,7 @@ from mkernel.topology.reshape import (
     require_ports,
     split_by,
 )
-from mkernel.topology.sources.chips import cores, described
+from mkernel.topology.sources.chips import cores, described, product
 from mkernel.topology.world_map import WorldMap, world_map
 from mkernel.world.identity import Backends
 
@@ -137,7 +137,12 @@ def command(
         bool, typer.Option("--explain", help="Print the alternatives, with their predicted times.")
     ] = False,
     simulated: Annotated[
-        bool, typer.Option("--simulate", help="Simulate the call: contention, waves, signals.")
+        bool,
+        typer.Option(
+            "--simulate",
+            help="Simulate the call: contention, waves, signals. Of unlike nodes, compare even shards, "
+            "shards by speed, and the nodes of each kind alone.",
+        ),
     ] = False,
     trace_file: Annotated[
         Path | None,
@@ -178,44 +183,22 @@ def command(
         accelerator=accelerator, nic=nic, verbs=verbs,
     )  # fmt: skip
     world, backends, claims = where.topology, where.backends, where.capabilities
-    selection.require_op(backends.accelerator, claims, name)
-    backend = None if where.unlike else registry.accelerator(backends.accelerator)
-    mapped = partial(
-        world_map,
-        ranks_per_node=where.ranks_per_node,
-        constants=_fit(claims, world).constants_by(
-            constants_file or settings.constants,
-            () if backend is None else backend.cards_of(world),
-        ),
-        group=claims.process_group,
-        pinning=settings.pinning,
-        nics=selection.nic_use(backends.nic, settings),
-    )
+    asked = _Asked(
+        name, wanted, settings, constants_file or settings.constants,
+        {
+            "dtype": dtype,
+            "b_layout": layout_of(None, mode),
+            "around": Around(
+                scales=None if mode is None else Scales(mode=mode, use_fast_accum=fast_accum),
+                invariant=resolved(None, settings),
+            ),
+            "chunk": chunk,
+            "path": path or path_of(name, settings.path),
+            "exchange": exchange or settings.exchange,
+        },
+    )  # fmt: skip
+    mapped, planned = asked.planning(where)
     here = mapped(world)
-
-    def first(count: int) -> WorldMap:
-        few = count < len(world.nodes)
-        return mapped(Topology(nodes=world.nodes[:count])) if few else here
-
-    planned = partial(
-        explain,
-        name,
-        wanted,
-        dtype=dtype,
-        b_layout=layout_of(None, mode),
-        around=Around(
-            scales=None if mode is None else Scales(mode=mode, use_fast_accum=fast_accum),
-            invariant=resolved(None, settings),
-        ),
-        accelerator=backends.accelerator,
-        capabilities=claims,
-        nic=backends.nic,
-        verbs=backends.verbs,
-        chunk=chunk,
-        path=path or path_of(name, settings.path),
-        exchange=exchange or settings.exchange,
-        schedule=mixed.schedule if backend is None else backend.schedule,
-    )
     made, considered, pipeline = planned(world=here)
     notes = where.notes + _assumed(made, here, claims)
     if constants_file is None and settings.constants is None:
@@ -227,7 +210,9 @@ def command(
         )
         console.print(render.plan(made, notes, verbose=verbose))
     found, constants = None, here.constants
-    if constants is None and (simulated or trace_file or scaling_file):
+    shares = tuple(asked.shares(where, here, made)) if simulated else ()
+    considered, why = shares or considered, why or bool(shares)
+    if constants is None and ((simulated and not shares) or trace_file or scaling_file):
         raise Unsupported(
             f"accelerator {backends.accelerator!r} brings no constants of these chips, so nothing "
             "can be simulated; --constants FILE gives some (`mkernel probe --measure` writes them)"
@@ -244,7 +229,7 @@ def command(
     if constants is not None and scaling_file:
         points = list(
             growth.points(
-                lambda count: planned(world=first(count)),
+                lambda count: planned(world=mapped(Topology(nodes=world.nodes[:count]))),
                 constants,
                 made.nodes,
             )
@@ -272,6 +257,62 @@ def command(
     for file in (trace_file, scaling_file):
         if file:
             console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A call that a user asks about. ``options``: those of its plan that are the same everywhere."""
+
+    op: OpName
+    sizes: Mapping[str, int]
+    settings: Settings
+    constants: Path | None
+    options: Mapping[str, Any]
+
+    def planning(
+        self, where: PlannedWorld
+    ) -> tuple[Callable[[Topology], WorldMap], Callable[..., Planned]]:
+        """Return what maps nodes as a world has them, and what plans the call there."""
+        backends, claims = where.backends, where.capabilities
+        selection.require_op(backends.accelerator, claims, self.op)
+        backend = None if where.unlike else registry.accelerator(backends.accelerator)
+        mapped = partial(
+            world_map,
+            ranks_per_node=where.ranks_per_node,
+            constants=_fit(claims, where.topology).constants_by(
+                self.constants, () if backend is None else backend.cards_of(where.topology)
+            ),
+            group=claims.process_group,
+            pinning=self.settings.pinning,
+            nics=selection.nic_use(backends.nic, self.settings),
+        )
+        return mapped, partial(
+            explain, self.op, self.sizes, **self.options,
+            accelerator=backends.accelerator, capabilities=claims,
+            nic=backends.nic, verbs=backends.verbs,
+            schedule=mixed.schedule if backend is None else backend.schedule,
+        )  # fmt: skip
+
+    def shares(
+        self, where: PlannedWorld, here: WorldMap, made: LaunchPlan | WhatIf
+    ) -> Iterator[Alternative]:
+        """Yield, of unlike nodes, the predicted times of even and of unequal shards, and of the nodes
+        of each kind alone with the same work and what ``auto`` chooses there."""
+        claims, of = where.capabilities, here.kinds.of
+        if isinstance(made, WhatIf) or not isinstance(claims, MixedCapabilities):
+            return
+        yield from mixed.sharings(made, claims)
+        own = made.part(mixed.MixedSchedule).own_sizes(self.op)
+        for kind in dict.fromkeys(of):
+            one, count = (where.machines or where.topology).nodes[of.index(kind)], of.count(kind)
+            half = replicate(Topology(nodes=(one.model_copy(update={"id": 0}),)), count)
+            there = _elsewhere(self.settings, self.op, half, where.ranks_per_node, AUTO, AUTO, None)
+            more = {size: self.sizes[size] * len(of) // count for size in own}
+            mapped, planned = replace(self, sizes={**self.sizes, **more}).planning(there)
+            found = planned(world=mapped(there.topology)).plan
+            name = f"{count} x {product(one.accelerators[0])} alone, on {found.accelerator}"
+            if (times := found.prediction) is not None:
+                yield Alternative("nodes", name, times.pipelined_us, False, times.constants)
 
 
 def _fit(claims: AcceleratorCapabilities, world: Topology) -> AcceleratorCapabilities:
@@ -376,11 +417,14 @@ def planned_world(
         )
     else:
         _check_accelerator(name, backend)
-        left_open, file = nodes is None, files[0] if files else None
+        left_open = nodes is None
         backends, nodes, ranks_per_node = selection.world_here(
             settings, name, nodes, ranks_per_node, nic, verbs
         )
-        world = world_of_machine(backends, nodes, ranks_per_node, settings, file)
+        if backends.nic is not None and backends.verbs is not None:
+            machine.usable_nic(backends.nic, backends.verbs)
+        world = load(files[0]) if files else machine.machine_topology(backends)
+        world = machine.emulated_topology(world, backends, nodes, ranks_per_node, settings)
         if left_open and nodes > 1 and selection.real_devices(backend):
             left_out += (_APART,)
     return PlannedWorld(world, ranks_per_node, backends, backend.capabilities(), notes=left_out)
@@ -565,46 +609,10 @@ def _prototypes(devices: Sequence[Accelerator]) -> bool:
     return all(one.emulated for one in devices) and len(set(kinds)) == len(kinds)
 
 
-def world_of_machine(
-    backends: Backends,
-    nodes: int,
-    ranks_per_node: int,
-    settings: Settings,
-    file: Path | None = None,
-) -> Topology:
-    """Return the nodes of a world that would run on this machine, split; or on the machine of a
-    file that lists no accelerators, with the backend's own.
-
-    Raises:
-        BackendUnavailable: there is no device to plan for; the message states what to do.
-    """
-    _check_nic(backends)
-    topology = machine.machine_topology(backends) if file is None else load(file)
-    return machine.emulated_topology(topology, backends, nodes, ranks_per_node, settings)
-
-
 def _check_accelerator(name: str, backend: AcceleratorBackend) -> None:
     if not backend.probe():
+        status = backend.status()
         raise BackendUnavailable(
-            f"accelerator {name!r} has no device here: {_reason(backend.status())}; "
+            f"accelerator {name!r} has no device here: {status.detail}; {status.remedy}; "
             "to plan for another machine, give its topology with --topology"
         )
-
-
-def _check_nic(backends: Backends) -> None:
-    name, verbs = backends.nic, backends.verbs
-    if name is None or verbs is None:
-        return
-    backend = registry.nic(name)
-    # Any other provider is the path of a library, which is the system's verbs by another name.
-    if verbs not in backend.providers and "/" not in verbs:
-        raise UnknownBackend("verbs", repr(verbs), f"one of: {', '.join(backend.providers)}")
-    if not backend.probe(verbs):
-        raise BackendUnavailable(
-            f"nic {name!r} has no device on verbs provider {verbs!r}: "
-            f"{_reason(backend.status(verbs))}"
-        )
-
-
-def _reason(status: Status) -> str:
-    return f"{status.detail}; {status.remedy}" if status.remedy else status.detail

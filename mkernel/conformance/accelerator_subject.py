@@ -18,6 +18,8 @@ from mkernel.harness.outcome import CheckFailed, CheckSkipped
 from mkernel.launch import launch
 from mkernel.machine import usable_accelerator
 from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.mixed import JOINT, Side
+from mkernel.plan.mixed import capabilities as mixed_capabilities
 from mkernel.plan.model import DTYPE_BYTES, DtypeName
 from mkernel.plan.shapes import SHAPES
 from mkernel.selection import nic_and_verbs
@@ -61,7 +63,8 @@ class AcceleratorSubject:
     """The backend under test and how thoroughly it is tested.
 
     Attributes:
-        name: name of the backend, as in the registry. quick: fewer shapes, worlds and repeats.
+        name: name of the backend, as in the registry; or of those of unlike nodes, with commas
+            between. quick: fewer shapes, worlds and repeats.
         seed: seed of the random draws; a failure's text names the case, so that it can be repeated.
         first_find: whether the cases behind the first that is wrong are left out, of each world.
         timeout_s: deadline of the waits inside worlds, once they are there. What a failure must be
@@ -76,17 +79,28 @@ class AcceleratorSubject:
 
     def require_usable(self) -> None:
         """Raise UnknownBackend or BackendUnavailable if the backend cannot run here."""
-        usable_accelerator(self.name)
+        for kind in self.kinds:
+            usable_accelerator(kind)
 
     @cached_property
-    def backend(self) -> AcceleratorBackend:
-        """Return the backend in the kit's own process (calls run in rank processes)."""
-        return registry.accelerator(self.name)
+    def kinds(self) -> tuple[str, ...]:
+        """Return the names of the backends, one or one a kind of nodes."""
+        return tuple(self.name.split(","))
+
+    @cached_property
+    def backends(self) -> tuple[AcceleratorBackend, ...]:
+        """Return the backends in the kit's own process (calls run in rank processes)."""
+        return tuple(map(registry.accelerator, self.kinds))
 
     @cached_property
     def capabilities(self) -> AcceleratorCapabilities:
-        """Return what the backend claims."""
-        return self.backend.capabilities()
+        """Return what the backend claims, or what worlds of unlike nodes do."""
+        first, *others = claims = [backend.capabilities() for backend in self.backends]
+        if not others:
+            return first
+        return mixed_capabilities(
+            [Side.of(*each, None) for each in zip(self.kinds, claims, strict=True)]
+        )
 
     # ---- claims ------------------------------------------------------------------------------
 
@@ -156,8 +170,9 @@ class AcceleratorSubject:
         """Return the number of ranks that this machine's devices take, one each or as the setting
         ``ranks_per_device`` says. None: any number, because devices are emulated (simulators, the
         CPU)."""
-        devices = [one for one in self.backend.probe() if not one.emulated]
-        return len(devices) * load_settings().ranks_per_device or None
+        counts = [sum(not one.emulated for one in backend.probe()) for backend in self.backends]
+        least = min(filter(None, counts), default=0)
+        return len(counts) * least * load_settings().ranks_per_device or None
 
     def worlds(self, *wanted: tuple[int, int]) -> tuple[tuple[int, int], ...]:
         """Select the worlds (nodes, ranks per node) that can be tested here; the largest if all of
@@ -192,7 +207,7 @@ class AcceleratorSubject:
     def _fits(self, world: tuple[int, int]) -> bool:
         ranks = world[0] * world[1]
         few = self.room is None or ranks <= self.room
-        return few and self.capabilities.too_many(ranks) is None
+        return few and ranks % len(self.kinds) == 0 and self.capabilities.too_many(ranks) is None
 
     def usual_worlds(self) -> tuple[tuple[int, int], ...]:
         """Choose two ranks of one node, and the largest world; if quick, the latter alone, which
@@ -202,6 +217,14 @@ class AcceleratorSubject:
         if self.between_nodes and self.largest()[0] == 1:
             found.append((2, 1))
         return tuple(dict.fromkeys(found))
+
+    def split(self, world: tuple[int, int]) -> dict[str, Any]:
+        """Return how to launch a world (nodes, ranks per node), in which each of several kinds of
+        accelerators has as many nodes; if it has too few nodes, its ranks form one of each kind."""
+        nodes, each = world
+        if nodes % len(self.kinds):
+            nodes, each = len(self.kinds), nodes * each // len(self.kinds)
+        return {"nodes": nodes, "ranks_per_node": each, "accelerator": JOINT.join(self.kinds)}
 
     # ---- running -----------------------------------------------------------------------------
 
@@ -222,9 +245,7 @@ class AcceleratorSubject:
                 port,
                 fn,
                 *args,
-                nodes=world[0],
-                ranks_per_node=world[1],
-                accelerator=self.name,
+                **self.split(world),
                 timeout_s=START_TIMEOUT_S,
                 on_report=on_report,
             )

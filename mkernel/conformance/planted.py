@@ -49,7 +49,7 @@ def faults(nic: str | None = None) -> Mapping[str, tuple[str, ...]]:
 
 def judge_one(fault: str, checks: Sequence[str], *, nics: bool = False, seed: int = 0) -> list[Row]:
     """Run the named checks alone, quickly, on one faulty backend."""
-    backend = (registry.nic if nics else registry.accelerator)(fault)
+    backend = (registry.nic if nics else registry.accelerator)(fault.partition(",")[0])
     breaks = (type(backend).__doc__ or "").partition("\n")[0]
     name = fault.rpartition(":")[2]
     try:

@@ -14,6 +14,7 @@ they own, in the order of ranks, and send them to all.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -27,12 +28,13 @@ from mkernel.plan.model import (
     CommonPart,
     DtypeName,
     GemmShape,
+    LaunchPlan,
     Prediction,
     Schedule,
     SumShape,
 )
 from mkernel.plan.pipeline import ConsumptionOrder, Pipeline
-from mkernel.plan.request import Scheduled, ScheduleRequest
+from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest
 from mkernel.plan.shapes import SHAPES
 from mkernel.topology.cost import MachineConstants
 from mkernel.topology.model import Accelerator, Model
@@ -86,6 +88,16 @@ class MixedCapabilities(AcceleratorCapabilities):
             legal = f"what all nodes have: {', '.join(self.dtypes)}"
             raise DtypeError("dtype", repr(dtype), legal, why=f"accelerator {names} lacks it")
 
+    def speeds(self, dtype: DtypeName = "float16") -> list[float]:
+        """Return the TFLOP/s of a rank by node. Unsupported: those of some node are unknown."""
+        for side in self.sides:
+            if not side.tflops.get(dtype):
+                raise Unsupported(
+                    f"shards='speed': nobody says how fast a rank on {side.accelerator!r} is; "
+                    "MKERNEL_CONSTANTS names a file that does (`mkernel probe --measure`)"
+                )
+        return [side.tflops[dtype] for side in self.sides]
+
     def misfit(self, device: Accelerator) -> str | None:
         """Return why calls can run on no node with such a device; None: nothing speaks against it."""
         reasons = [side.claims.misfit(device) for side in self.sides]
@@ -127,6 +139,7 @@ def capabilities(sides: Sequence[Side]) -> MixedCapabilities:
         simulated=any(each.simulated for each in every),
         transfer_paths=("p2p", "nic", "staged"),
         peer_access=True,
+        sums_in_rank_order=False,  # a node adds up its own ranks' first
         compute_cores=1,
         comm_cores=1,
     )
@@ -203,10 +216,11 @@ def _sums(claims: MixedCapabilities, dtype: DtypeName, out_dtype: DtypeName) -> 
 
 
 def _predicted(
-    plan: CommonPart, claims: MixedCapabilities, made: MixedSchedule
+    plan: CommonPart, claims: MixedCapabilities, made: MixedSchedule, parts: Sequence[float] = ()
 ) -> Prediction | None:
     """Predict a call by each rank's own constants: the slowest node's products, and what crosses a
-    rank's wire. None: the constants of some node are not known."""
+    rank's wire. None: the constants of some node are not known. ``parts``: of the plan's product by
+    node, where nodes have unequal ones."""
     shape, dtype = plan.shape, plan.dtype
     assert isinstance(shape, GemmShape | SumShape)
     rates = [side.tflops.get(dtype) for side in claims.sides]
@@ -214,7 +228,8 @@ def _predicted(
     if len(known) < len(rates):
         return None
     products = 2e-6 * shape.m * shape.n * shape.k if isinstance(shape, GemmShape) else 0.0
-    compute_us = products / min(known)
+    parts = parts or [1.0] * len(known)
+    compute_us = max(products * part / rate for part, rate in zip(parts, known, strict=True))
     gathers = plan.op == "all_gather_gemm"
     columns = shape.k if gathers and isinstance(shape, GemmShape) else shape.n
     rows = max(made.rows)
@@ -233,6 +248,24 @@ def _predicted(
         constants=f"by rank, of {cards}; in a node nothing is counted",
         measured=False,
     )
+
+
+def sharings(plan: LaunchPlan, claims: MixedCapabilities) -> Iterator[Alternative]:
+    """Yield the predicted times of even shards and of shards by speed, of the same product of all ranks
+    together. Unsupported: the speeds of some node are unknown."""
+    how, nodes = plan.part(MixedSchedule), plan.nodes
+    for name in how.own_sizes(plan.op):
+        even = plan.shape.model_dump()[name]
+        for option, rates in ("even", [1.0] * nodes), ("by speed", claims.speeds(plan.dtype)):
+            own = shares(even * plan.world_size, math.gcd(even, 64), plan.ranks_per_node, rates)
+            times = _predicted(plan, claims, how, [size / even for size in own])
+            each = dict.fromkeys(zip(own, how.accelerators, strict=True))
+            told = f"{option}: {name} a rank " + ", ".join(
+                f"{size} on {kind}" for size, kind in each
+            )
+            if times is not None:
+                chosen = option == "even"
+                yield Alternative("shards", told, times.pipelined_us, chosen, times.constants)
 
 
 def wire_gbs(plan: CommonPart) -> float:

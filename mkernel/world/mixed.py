@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -240,7 +241,8 @@ class Mixed(HostAccelerator):
 
     def launch(self, call: Call) -> Launch:
         """Start both kernels behind what is queued on the caller's stream: compute on that stream,
-        comm beside it. Unsupported: it is being captured into a graph."""
+        comm beside it. Only gathered rows can all come before anything is computed: other ops'
+        sequential calls are pipelined ones. Unsupported: it is being captured into a graph."""
         if capturing(self._module):
             raise Unsupported(
                 f"{call.plan.op} is not captured into graphs in a world of unlike nodes, whose calls "
@@ -249,6 +251,8 @@ class Mixed(HostAccelerator):
         order_of(self.device).follow(self.name)  # other worlds' calls
         self._callers = self._module.current_stream()
         self._beside.wait_stream(self._callers)
+        if call.view == "sequential" and call.plan.op != "all_gather_gemm":
+            call = replace(call, view="pipelined")
         return super().launch(call)
 
     @torch.no_grad()

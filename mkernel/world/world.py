@@ -204,14 +204,7 @@ class World:
                 f"({self.backends.accelerator}), and share everything evenly"
             )
         if wanted == "speed":
-            speeds = [side.tflops.get("float16", 0.0) for side in claims.sides]
-            if not all(speeds):
-                name = claims.sides[speeds.index(0.0)].accelerator
-                raise Unsupported(
-                    f"shards='speed': nobody says how fast a rank on {name!r} is; MKERNEL_CONSTANTS "
-                    "names a file that does (`mkernel probe --measure`)"
-                )
-            return mixed.shares(size, multiple, me.ranks_per_node, speeds)
+            return mixed.shares(size, multiple, me.ranks_per_node, claims.speeds())
         given = tuple(wanted)
         fits = len(given) == me.nodes and me.ranks_per_node * sum(given) == size
         if not fits or any(each < 1 or each % multiple for each in given):

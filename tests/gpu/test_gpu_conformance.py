@@ -1,4 +1,5 @@
-"""The conformance kit on GPUs: hopper on each of its paths, cuda, streams by copies and by NCCL."""
+"""The conformance kit on GPUs: hopper on each of its paths, cuda, streams by copies and by NCCL; and
+worlds of hopper on one node and the CPU's ranks, or the simulator's, on another."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from device_buffers import takes_ranks
 from in_world import TOLD_S
 from kept_subject import IN_NEW_PROCESSES, Kept
 
+from mkernel.backends import registry
 from mkernel.conformance.accelerator import AcceleratorSubject, accelerator_checks
 from mkernel.conformance.check import Check, run_check
 from mkernel.settings import load
@@ -24,17 +26,27 @@ def subject(backend: str, kind: type[AcceleratorSubject]) -> AcceleratorSubject:
     """The backend, if it can run here, in one of its ways."""
     judged = kind(backend.partition("-")[0], True, 0, timeout_s=TOLD_S)
     judged.require_usable()
-    assert judged.backend.device == "cuda"
+    assert judged.backends[0].device == "cuda"
     return judged
 
 
 @pytest.mark.parametrize(
-    "backend", ["hopper-fused", "hopper-library", "cuda", "streams-copies", "streams-messages"]
-)
+    "backend",
+    [
+        "hopper-fused", "hopper-library", "cuda", "streams-copies", "streams-messages",
+        "hopper,streams", "hopper,ascend",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("check", CHECKS, ids=[check.name for check in CHECKS])
-def test_promise(check: Check, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_promise(
+    check: Check, backend: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     name, _, way = backend.partition("-")
-    if name == "hopper":  # left to the planner, small calls would all take the same path
+    if "," in name:
+        monkeypatch.setenv("MKERNEL_STREAMS_DEVICE", "cpu")
+        registry.accelerator.cache_clear()  # of streams on the GPU, and then of this one
+        request.addfinalizer(registry.accelerator.cache_clear)
+    elif name == "hopper":  # left to the planner, small calls would all take the same path
         monkeypatch.setenv("MKERNEL_PATH", way)
     elif name == "streams" and load().ranks_per_device > 1:
         pytest.skip("NCCL, which carries other ops than GEMMs, has no two ranks share a GPU")

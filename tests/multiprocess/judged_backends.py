@@ -11,6 +11,7 @@ import torch
 from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.conformance.faults.altering import Altered, Ended, Honest
 from mkernel.errors import Unsupported
+from mkernel.plan.capabilities import AcceleratorCapabilities
 from mkernel.topology.model import Accelerator
 
 
@@ -48,6 +49,38 @@ class RefusesThird(Honest):
             raise Unsupported("the third call")
         self.epochs.append(call.epoch)
         return self.inner.launch(call)
+
+
+class Counted(Honest):
+    """Counts the multiply-adds of its products, each of which it makes so many times."""
+
+    times: ClassVar[int] = 1
+    work: ClassVar[int] = 0
+
+    def capabilities(self) -> AcceleratorCapabilities:
+        claims = self.inner.capabilities()
+        assert claims.constants is not None
+        slower = {
+            f"{dtype}_tflops_per_core": claims.constants.tflops_per_core(dtype) / self.times
+            for dtype in ("float16", "bfloat16", "float32")
+        }
+        constants = claims.constants.model_copy(update=slower)
+        return claims.model_copy(update={"constants": constants})
+
+    def launch(self, call: Call) -> Launch:
+        shape = call.plan.gemm
+        Counted.work += self.times * shape.m * shape.n * shape.k
+        for _ in range(self.times - 1):
+            launch = self.inner.launch(call)
+            while not launch.wait(0.05):
+                pass
+        return self.inner.launch(call)
+
+
+class Slowed(Counted):
+    """The same, slowed by a setting."""
+
+    times = int(os.environ.get("SLOWED_TIMES", "1"))
 
 
 class OpensLate(Honest):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from in_world import DEADLINE_S, TOLD_S, survivors
+from in_world import DEADLINE_S, TOLD_S, relative, survivors
+from judged_backends import Counted
 from unlike_ranks import SIZES, case, judge_refusals, refused, wrong_results
 
 import mkernel
@@ -37,6 +38,42 @@ def over_tcp() -> tuple[list[str], str | None]:
 def test_nodes_whose_nics_differ_are_joined_by_tcp() -> None:
     world = BOTH | {"accelerator": "ascend", "nic": "cx7+efa"}
     assert mkernel.launch(over_tcp, ranks_per_node=1, **world) == [([], "tcp")] * 2
+
+
+def work_of_shares(op: str, shards: Any) -> tuple[int, float]:
+    """The multiply-adds that this rank makes where nodes share K, or columns, so; and the error."""
+    world, size = mkernel.world(), 800
+    draw = torch.Generator().manual_seed(5)
+    a, b = (torch.randn(size, size, generator=draw).half() for _ in range(2))
+    own = mkernel.shard(size, shards, multiple_of=16)
+    before, whole = Counted.work, a.double() @ b.double()
+    if op == "all_gather_gemm":
+        got, wanted = (
+            mkernel.all_gather_gemm(a.chunk(world.size)[world.rank], b[:, own]),
+            whole[:, own],
+        )
+    else:
+        got, wanted = getattr(mkernel, op)(a[:, own], b[own]), whole
+    if op == "gemm_reduce_scatter":
+        wanted = whole.chunk(world.size)[world.rank]
+    return Counted.work - before, relative(got, wanted)
+
+
+@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"])
+def test_shards_by_speed_end_together(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sides on streams, of which one makes each product three times. What is counted is work: the
+    call ends when the side with more of it does. Best is W / (1 + 1/3) each; even shards take twice
+    that."""
+    monkeypatch.setenv("SLOWED_TIMES", "3")
+    both = BOTH | {"accelerator": "judged_backends:Counted+judged_backends:Slowed"}
+    ends = {}
+    for shards in ("even", "speed"):
+        found = mkernel.launch(work_of_shares, op, shards, ranks_per_node=1, **both)
+        assert all(error < 1e-3 for _, error in found)
+        ends[shards] = max(work for work, _ in found)
+    ideal = 800**3 / (1 + 1 / 3)
+    assert ends["speed"] <= 1.1 * ideal
+    assert ends["even"] > 1.9 * ideal
 
 
 def test_what_unlike_nodes_cannot_do_is_refused_by_name() -> None:

@@ -44,7 +44,9 @@ _NVIDIA_NAMES = (
 
 def architecture(device: Accelerator) -> str | None:
     """Return the architecture, such as ``sm_90``: the one that a source reported, or else the one
-    that the device's PCI id or name implies. None: unknown, or not of NVIDIA."""
+    that the device's PCI id or name implies. None: unknown, or of another vendor's device."""
+    if device.kind == "ascend" and _has_word(device.name, "910B2?"):
+        return device.architecture or "dav-2201"
     if device.architecture is not None or device.kind != "cuda" or device.emulated:
         return device.architecture
     return _of_product(device.name)

@@ -92,12 +92,11 @@ def _device(device: str) -> Iterator[str]:
 
 def capabilities(subject: AcceleratorSubject) -> None:
     """Read every claim twice, and check that they are legal and agree."""
-    backend = subject.backend
-    found = [*_status(backend.status()), *_devices(backend.probe()), *_device(backend.device)]
-    claims = backend.capabilities()
-    found += _claims(claims)
-    if backend.capabilities() != claims:
-        found.append("capabilities() says something else the second time")
+    found = [*_claims(subject.capabilities)]
+    for backend in subject.backends:
+        found += [*_status(backend.status()), *_devices(backend.probe()), *_device(backend.device)]
+        if backend.capabilities() != backend.capabilities():
+            found.append("capabilities() says something else the second time")
     blame(found)
 
 

@@ -851,6 +851,14 @@ TABLE: tuple[Row, ...] = (
     planted(Honest, "IgnoresDeadline", "Waits ten times as long as it may.", "absent-rank",
             launch=lambda self, call: self.inner.launch(
                 replace(call, timeout_s=10 * call.timeout_s)), wraps="ascend"),
+    planted(Honest, "SwapsSignals,streams", "One side reads signals in another byte order.", "waits",
+            launching.wire(launching.wait_swapped), wraps="ascend"),
+    planted(Altered, "ShiftsShard,streams", "One side's shard of B begins one row too early.",
+            "shapes rank-order", inputs("b", change=lambda call, b: b.roll(1, 0)), wraps="ascend"),
+    planted(Honest, "DeadSlow,streams", "One side ends 12 seconds after its world has.",
+            "killed-rank", launching.wire(launching.wait_on), wraps="ascend"),
+    planted(Honest, "GivesUpFirst,streams", "One side's deadline is 1.5 seconds shorter.",
+            "absent-rank", launching.wire(launching.wait_briefly), wraps="ascend"),
 )
 
 HONEST: tuple[Row, ...] = (
@@ -864,7 +872,7 @@ HONEST: tuple[Row, ...] = (
 
 FAULTS = checks_by_name(__name__, TABLE)
 """Maps a backend's name to the checks that must fail on it."""
-_BACKENDS = {row.name: row.backend for row in (*TABLE, *HONEST)}
+_BACKENDS = {row.name.partition(",")[0]: row.backend for row in (*TABLE, *HONEST)}
 
 
 def __getattr__(name: str) -> type[Honest]:

@@ -15,8 +15,10 @@ from mkernel.backends.contracts import instrumented
 from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
 from mkernel.backends.contracts.memory import SymmetricMemory
+from mkernel.backends.runtime.host_kernels import Ended, Kernel
 from mkernel.backends.transport import _transport
 from mkernel.conformance.faults.altering import Followed, Honest, Tensors, outputs_of
+from mkernel.conformance.faults.rows import Plant
 from mkernel.plan.model import BLOCK
 from mkernel.topology.model import Accelerator
 
@@ -318,3 +320,37 @@ class GoesWhenCollected(Honest):
         self.inner.open(device)
         self._file = open(os.devnull)  # noqa: SIM115
         self._itself = self
+
+
+_wait = Kernel.wait
+
+
+def wire(wait: Callable[..., None]) -> Plant:
+    """Plant another way in which the ranks of one side of unlike nodes await signals of all others."""
+
+    def open(self: Honest, device: Accelerator) -> None:
+        Kernel.wait = wait  # type: ignore[method-assign]
+        self.inner.open(device)
+
+    return {"open": open}
+
+
+def wait_swapped(kernel: Kernel, signal: int, *given: int, **named: int) -> None:
+    """Take any signal that is not 0 for a large one, as a small number is in the other byte order."""
+    if not _transport.pad_load(kernel.call.pad, signal):
+        _wait(kernel, signal, *given, **named)
+
+
+def wait_briefly(kernel: Kernel, *given: int, **named: int) -> None:
+    """Wait for 1.5 seconds less than the call may."""
+    call = replace(kernel.call, timeout_s=max(0.0, kernel.call.timeout_s - 1.5))
+    _wait(Kernel(call, kernel._waiter), *given, **named)
+
+
+def wait_on(kernel: Kernel, *given: int, **named: int) -> None:
+    """Go on for 12 seconds after what comes no more."""
+    try:
+        _wait(kernel, *given, **named)
+    except Ended:
+        time.sleep(12)
+        raise

@@ -11,7 +11,7 @@ from mkernel.harness.outcome import CheckSkipped
 
 def subject(most_ranks: int | None, room: int | None, quick: bool = True) -> AcceleratorSubject:
     made = AcceleratorSubject("streams", quick)
-    claims = made.backend.capabilities().model_copy(update={"most_ranks": most_ranks})
+    claims = made.capabilities.model_copy(update={"most_ranks": most_ranks})
     made.__dict__.update(capabilities=claims, room=room)
     return made
 

@@ -101,15 +101,41 @@ def test_worlds_fit_the_devices(
     assert subject.worlds((1, 1), (1, 4))[0] == (1, 1)
 
 
+def test_two_backends_are_judged_on_nodes_of_their_own() -> None:
+    subject = AcceleratorSubject("ascend,streams", quick=True)
+    subject.require_usable()
+    claims = subject.capabilities
+    assert claims.ops == ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "all_reduce")
+    assert not claims.sums_in_rank_order
+    assert subject.worlds((1, 1), (1, 3), (1, 4), (3, 2), (4, 1)) == ((1, 4), (3, 2), (4, 1))
+    for world, wanted in (((1, 2), (2, 1)), ((1, 4), (2, 2)), ((3, 2), (2, 3)), ((4, 1), (4, 1))):
+        found = subject.split(world)
+        assert (found["nodes"], found["ranks_per_node"]) == wanted
+        assert found["accelerator"] == "ascend+streams"
+    alone = AcceleratorSubject("ascend").split((1, 3))
+    assert alone == {"nodes": 1, "ranks_per_node": 3, "accelerator": "ascend"}
+
+
+@pytest.mark.parametrize(("gpus", "room"), [((2, 0), 4), ((0, 3), 6), ((1, 4), 2), ((0, 0), None)])
+def test_the_kind_with_fewest_devices_limits_worlds_of_two(
+    gpus: tuple[int, int], room: int | None
+) -> None:
+    subject = AcceleratorSubject("hopper,streams")
+    backends = [of_gpus(count, between_nodes=True).backends[0] for count in gpus]
+    subject.__dict__["backends"] = tuple(backends)
+    assert subject.room == room
+
+
 def of_gpus(count: int, *, between_nodes: bool, quick: bool = False) -> AcceleratorSubject:
     """A subject that believes to have so many."""
     subject = AcceleratorSubject("hopper", quick)
-    subject.__dict__["backend"] = SimpleNamespace(
+    backend = SimpleNamespace(
         probe=lambda: tuple(
             Accelerator(id=f"cuda{i}", kind="cuda", name="H200", index=i) for i in range(count)
         ),
         capabilities=lambda: SimpleNamespace(too_many=lambda ranks: None),
     )
+    subject.__dict__["backends"] = (backend,)
     subject.__dict__["between_nodes"] = between_nodes
     return subject
 

@@ -178,3 +178,42 @@ def test_unlike_chips_are_named(tmp_path: Path) -> None:
     found = plan(tmp_path, *nodes, flags=("--accelerator", "hopper"))
     assert found.what_if is not None
     assert any("sm_80" in sentence for sentence in found.what_if.missing)
+
+
+@pytest.mark.parametrize(
+    ("op", "machines", "accelerator", "wire"),
+    [
+        ("gemm_rs", ("p5", "910b-8"), None, "tcp"),
+        ("gemm_ar", ("p5", "p4d"), "hopper+cuda", "efa"),
+        ("ag_gemm", ("p5", "p4d"), "hopper+cuda", "efa"),
+    ],
+)
+def test_shards_are_compared_with_each_half_alone(
+    op: str, machines: tuple[str, str], accelerator: str | None, wire: str
+) -> None:
+    """Products take longer than the wire here, and by speed those of both kinds end together."""
+    sizes = ("--m", "4096", "--n", str(1 << 20), "--k", str(1 << 22), "--nodes", "16", "--simulate")
+    flags = [flag for name in machines for flag in ("--topology", name)]
+    flags += ["--accelerator", accelerator] if accelerator else []
+    found = PlanReport.model_validate_json(commands.run(command, op, *flags, *sizes, "--json"))
+    assert found.plan is not None
+    assert found.plan.nic == wire
+    assert found.plan.prediction is not None
+    assert not found.plan.prediction.measured
+    even, by_speed, fast, slow = found.alternatives
+    assert even.chosen
+    assert even.predicted_us == found.plan.prediction.pipelined_us
+    assert even.option.startswith("even: ")
+    assert fast.option.startswith("8 x NVIDIA H100 SXM5 80 GB alone, on ")
+    assert all(one.predicted_us for one in found.alternatives)
+    assert by_speed.predicted_us < fast.predicted_us < even.predicted_us < slow.predicted_us
+    own = [int(each.rpartition(" on ")[0].split()[-1]) for each in by_speed.option.split(",")]
+    assert sum(own) == 2 << (20 if op == "ag_gemm" else 22)
+    table = commands.run(command, op, *flags, *sizes)
+    assert "predicted" in table
+    assert "by speed: " in table
+
+
+def test_nothing_is_compared_where_a_speed_is_unknown(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="nobody says how fast a rank on 'streams' is"):
+        plan(tmp_path, node(some("cuda")), node(some("rocm")), flags=("--simulate",))

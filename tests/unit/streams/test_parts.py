@@ -80,9 +80,13 @@ def test_what_it_claims() -> None:
 
 @pytest.mark.parametrize(
     ("device", "constants", "cores"),
-    [("cpu", "streams", 1), ("cuda", "streams-cuda", 132), ("npu", None, 24)],
+    [
+        ("cpu", "streams", 1),
+        ("cuda", "streams-cuda", 132),
+        ("npu", "ascend 910b, never measured", 24),
+    ],
 )
-def test_plans_know_the_device(device: str, constants: str | None, cores: int) -> None:
+def test_plans_know_the_device(device: str, constants: str, cores: int) -> None:
     claims = StreamsAccelerator(device).capabilities()
     assert (claims.constants and claims.constants.name, claims.compute_cores) == (constants, cores)
     assert claims.torch_device == device
