@@ -225,7 +225,7 @@ def _products(
 ) -> None:
     """Compute out = rows @ their experts' weights, the tensor of that name, all at once."""
     every = segments(routing, None)
-    if call.plan.scales is None:
+    if call.plan.scales is None and call.plan.invariant is None:
         w = call.tensors[weight]
         grouped_product(rows.values, w, routing.counts, every, out, grouped=grouped)
         return
