@@ -24,6 +24,9 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 _BLOCKS = {"cpu": (64, 128)}
 _OTHER_BLOCK = (128, 512)
 """Rows and columns of a block, by type of device."""
+_ELEMENTS = 16384
+"""Elements of a block of :func:`in_blocks`: a multiple of every vector, and fewer than torch shares
+among threads (32768)."""
 
 
 class InvariantFactor:
@@ -72,6 +75,15 @@ def invariant_product(
     InvariantFactor(b, segments, partial_dtype).product(a, out)
     if bias is not None:
         out.add_(bias)
+
+
+def in_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply an elementwise function so that an element's bits do not depend on its place: a CPU's
+    vectors and the elements that they leave over have functions of their own. So every call is on as
+    many elements, which no vector or thread divides unevenly."""
+    filled = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % _ELEMENTS))
+    found = torch.cat([function(each) for each in torch.split(filled, _ELEMENTS)])
+    return found[: x.numel()].view(x.shape)
 
 
 def block_of(device: torch.device) -> tuple[int, int]:

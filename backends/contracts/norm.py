@@ -44,12 +44,15 @@ def add_and_normalise(
 
 
 def row_mean(rows: Tensor, *, invariant: bool) -> Tensor:
-    """Return the mean of each row [.., N], as [.., 1]. Where it must not depend on the number of rows,
-    by which torch chooses an order, halves of the rows are added until one element is left."""
-    if not invariant:
-        return rows.mean(-1, keepdim=True)
+    """Return the mean of each row [.., N], as [.., 1]; ``invariant``: by :func:`row_sum`."""
+    return row_sum(rows) / rows.shape[-1] if invariant else rows.mean(-1, keepdim=True)
+
+
+def row_sum(rows: Tensor) -> Tensor:
+    """Return the sum of each row [.., N], as [.., 1]. It does not depend on the number of rows, by
+    which torch chooses an order: halves of the rows are added until one element is left."""
     total = rows
     while (half := total.shape[-1] // 2) > 0:
         rest = total[..., 2 * half :]
         total = torch.cat((total[..., :half] + total[..., half : 2 * half], rest), -1)
-    return total / rows.shape[-1]
+    return total

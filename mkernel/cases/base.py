@@ -32,6 +32,7 @@ from mkernel.cases.comparison import (
 )
 from mkernel.cases.poison import uninitialised_is_nan
 from mkernel.ops.common import Execution
+from mkernel.plan.arguments import UNDIVIDED
 from mkernel.plan.invariance import Invariant, pairs
 from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.world.calls import CallRecord
@@ -269,10 +270,15 @@ class Case(Oracle):
 
     @property
     def rounding(self) -> float:
+        """Allow one rounding of a result, or those of a sum."""
+        return TOLERANCE[self.out_dtype] if self.op in UNDIVIDED else self.rounding_of_sum
+
+    @property
+    def rounding_of_sum(self) -> float:
         """Allow one rounding of a result; of an invariant sum also those of each level of its tree,
         which are independent: each level's nodes are together as large as the result."""
         once = TOLERANCE[self.out_dtype]
-        if self.invariant is None or self.op == "all_gather_gemm":
+        if self.invariant is None:
             return once
         each = TOLERANCE[self.invariant.partial_of(self.out_dtype)]
         return math.hypot(once, each * math.sqrt(len(pairs(self.invariant.segments)) + 1))

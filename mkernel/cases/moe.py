@@ -47,7 +47,9 @@ from mkernel.ops import moe
 from mkernel.ops.common import Done, Execution
 from mkernel.ops.moe_dispatch import dispatch_rows
 from mkernel.plan.arguments import scale_sizes
+from mkernel.plan.invariance import encoded
 from mkernel.plan.model import E4M3, sums_of
+from mkernel.world.lifecycle import current
 
 ROUTINGS = ("uniform", "one_expert", "some_empty", "duplicates", "padded", "empty_ranks")
 """The routings that the kit tries; it does not need ``zipf``, with which figures are taken."""
@@ -263,14 +265,19 @@ class MoeDispatchCase(MoeCase):
 
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
         """Call the dispatch and the combine."""
-        dtype = getattr(torch, self.out_dtype)
+        dtype, promise = getattr(torch, self.out_dtype), encoded(self.invariant)
         call = partial(
-            dispatched, activation=self.options.get("activation"), out_dtype=dtype, chunk=self.chunk
-        )
+            dispatched, activation=self.options.get("activation"), out_dtype=dtype,
+            chunk=self.chunk, invariant=promise,
+        )  # fmt: skip
         sent = self._dispatched(call, tensors, execution)
         grouped, handle = sent.outputs["outputs"], sent.outputs["handle"]
         weights = tensors["topk_weights"]
-        home = moe.combine(grouped, handle, weights, out_dtype=dtype, **execution)
+        if "moe_combine" not in current().engine("moe_combine").claims.invariant_ops:
+            promise = None
+        home = moe.combine(
+            grouped, handle, weights, out_dtype=dtype, invariant=promise, **execution
+        )
         found = {"outputs": grouped, "counts": sent.outputs["counts"], "out": home.outputs["out"]}
         return Outcome(found, sent.plan, sent.record, then=home.record)
 
@@ -371,8 +378,8 @@ class MoeDispatchCase(MoeCase):
         return of_gate * (up.abs() + of_up) + of_up * silu.abs() + 8 * eps * (silu * up).abs()
 
     def tolerances(self) -> dict[str, float]:
-        """Allow one rounding each; counts must be equal."""
-        return {"outputs": self.tolerance, "out": self.tolerance}
+        """Allow one rounding each, of an invariant sum its own; counts must be equal."""
+        return {"outputs": self.tolerance, "out": self.rounding_of_sum}
 
 
 class MoeRowsCase(MoeCase):
@@ -548,6 +555,7 @@ class MoeCombineCase(HomeCase):
             sent.outputs["handle"],
             tensors["topk_weights"],
             out_dtype=getattr(torch, self.out_dtype),
+            invariant=encoded(self.invariant),
             **execution,
         )
         return Outcome(done.outputs, done.plan, done.record)

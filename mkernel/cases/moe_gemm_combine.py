@@ -13,6 +13,7 @@ from mkernel.cases.base import NOWHERE, Outcome, Tensors, every_row, times
 from mkernel.cases.moe import HomeCase, Wanted, dispatched, wide
 from mkernel.ops import moe_gemm_combine
 from mkernel.ops.common import Execution
+from mkernel.plan.invariance import encoded
 from mkernel.plan.model import DTYPE_BYTES, sums_of
 from mkernel.plan.paths import partials_of_experts
 
@@ -48,11 +49,15 @@ class MoeGemmCombineCase(HomeCase):
         return {"h_scale": of_h[0], "w2_scale": of_w2[0]} if of_h else {}
 
     def _h(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
-        rows = len(self._rows(rank, world_size, iteration)[0])
-        return self.normal(iteration, _H, rank, rows, self._features())
+        source, token, slot, _ = self._rows(rank, world_size, iteration)
+        if self.given is not None:  # by places, [T * W, k, I]
+            return self.given["h"][source * self.sizes["tokens"] + token, slot]
+        return self.normal(iteration, _H, rank, len(source), self._features())
 
     def _w2(self, rank: int, world_size: int, iteration: int) -> torch.Tensor:
         shape = (self.sizes["experts"] // world_size, self._features(), self._hidden())
+        if self.given is not None:
+            return self.given["w2"][rank * shape[0] : (rank + 1) * shape[0]]
         return self.normal(iteration, _W2, rank, *shape)
 
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
@@ -69,6 +74,7 @@ class MoeGemmCombineCase(HomeCase):
             out_dtype=getattr(torch, self.out_dtype),
             partial_dtype=None if partial is None else getattr(torch, partial),
             returns=self.options.get("returns"),
+            invariant=encoded(self.invariant),
             **execution,
         )
         return Outcome(done.outputs, done.plan, done.record)
@@ -90,6 +96,8 @@ class MoeGemmCombineCase(HomeCase):
         """Return whether ``partial_dtype`` is narrower than sums."""
         sums = sums_of(self.dtype, self.out_dtype)
         usual = partials_of_experts(self.sizes["tokens"] * self._hidden(), self.out_dtype, sums)
+        if self.invariant is not None:
+            usual = self.invariant.partial_of(self.out_dtype)
         return DTYPE_BYTES[self.options.get("partial_dtype", usual)] < DTYPE_BYTES[sums]
 
     def partials(self, rank: int, world_size: int, iteration: int) -> dict[str, torch.Tensor]:

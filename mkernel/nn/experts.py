@@ -26,6 +26,7 @@ from mkernel.ops.around import refuse_gradients
 from mkernel.ops.moe import MoeDispatch, MoeQuantisedDispatch, moe_dispatch_gemm
 from mkernel.ops.moe_gemm_combine import moe_gemm_combine
 from mkernel.ops.plan_file import spread_ids
+from mkernel.plan.invariance import Wanted, encoded, resolved
 from mkernel.plan.model import BLOCK, Activation
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
@@ -46,7 +47,8 @@ class ExpertParallelMLP(ShardedModule):
     mlp(x) = (activation(gate) * up) @ down_proj[e] and [gate, up] = x @ gate_up_proj[e].
 
     Two calls communicate: :func:`mkernel.moe_dispatch_gemm`, which also applies the activation if
-    it is SiLU and no gradients are needed, and :func:`mkernel.moe_gemm_combine`.
+    it is SiLU and no gradients are needed, and :func:`mkernel.moe_gemm_combine`. With invariant results
+    it applies SiLU also where gradients are needed, so that training has the bits of inference.
     The layer replaces the module ``experts`` of transformers' MoE layers
     (``layer.mlp.experts = ExpertParallelMLP.from_experts(layer.mlp.experts, transposed=True)``).
 
@@ -84,6 +86,7 @@ class ExpertParallelMLP(ShardedModule):
         activation: Callable[[Tensor], Tensor] = silu,
         max_tokens: int | None = None,
         capacity: int | None = None,
+        invariant: Wanted = None,
         group: Group = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -99,6 +102,8 @@ class ExpertParallelMLP(ShardedModule):
                 have equally many.
             capacity: rows for all of a rank's experts, so that no shape depends on the routing, as
                 in :func:`mkernel.moe_dispatch_gemm`.
+            invariant: as :func:`mkernel.moe_gemm_combine` takes it. Another activation than SiLU is
+                torch's, and as invariant as that is.
             group: the group whose world is used; None: the default one.
             device, dtype: device and dtype of the parameters. ``torch.float8_e4m3fn``: with scales,
                 for ``transposed`` weights and H that is a multiple of 128.
@@ -112,6 +117,8 @@ class ExpertParallelMLP(ShardedModule):
         self.num_experts, self.transposed = num_experts, transposed
         self.activation = activation
         self.max_tokens, self.capacity = max_tokens, capacity
+        self.invariant = invariant
+        encoded(invariant)  # or ArgumentError
         self.group = world.name
         self._rank, self._ranks = world.rank, world.size
         if num_experts % world.size:
@@ -144,6 +151,7 @@ class ExpertParallelMLP(ShardedModule):
         transposed: bool,
         max_tokens: int | None = None,
         capacity: int | None = None,
+        invariant: Wanted = None,
         group: Group = None,
         dtype: torch.dtype | None = None,
     ) -> ExpertParallelMLP:
@@ -188,6 +196,7 @@ class ExpertParallelMLP(ShardedModule):
             activation=getattr(experts, "act_fn", silu),
             max_tokens=max_tokens,
             capacity=capacity,
+            invariant=invariant,
             group=group,
             device=down.device,
             dtype=dtype or down.dtype,
@@ -258,6 +267,7 @@ class ExpertParallelMLP(ShardedModule):
             up,
             capacity=self.capacity,
             activation=fused,
+            invariant=self.invariant,
             group=self.group,
             **of_up,
         )
@@ -267,7 +277,8 @@ class ExpertParallelMLP(ShardedModule):
         if fused is None:
             gate, inner = h.chunk(2, dim=-1)
             h = (self.activation(gate) * inner).contiguous()
-        out = moe_gemm_combine(h, down, sent.handle, weights, group=self.group, **of_down)
+        options = {"invariant": self.invariant, "group": self.group, **of_down}
+        out = moe_gemm_combine(h, down, sent.handle, weights, **options)
         return out[:count].view(x.shape)
 
     def scratch_inputs(self, lead: tuple[int, ...], sizes: Mapping[str, Any]) -> tuple[Tensor, ...]:
@@ -294,11 +305,13 @@ class ExpertParallelMLP(ShardedModule):
 
     def _fuses(self, x: Tensor, up: Tensor) -> bool:
         """Return whether the first op applies the activation: it can, and no gradient will need
-        gate and up."""
+        gate and up, or results are invariant."""
         given = self.activation
         is_silu = given is silu or isinstance(given, SiLU) or type(given).__name__ == _SILU
         trains = torch.is_grad_enabled() and (x.requires_grad or up.requires_grad)
-        return is_silu and not trains and "silu_and_mul" in _activations(self.group)
+        if not is_silu or "silu_and_mul" not in _activations(self.group):
+            return False
+        return not trains or _promises(encoded(self.invariant), self.group)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any
@@ -345,3 +358,9 @@ class ExpertParallelMLP(ShardedModule):
 def _activations(group: str) -> tuple[Activation, ...]:
     """Return the activations that the first op applies in a group's world."""
     return current(group).engine("moe_dispatch_gemm").claims.activations
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _promises(invariant: str | None, group: str) -> bool:
+    """Return whether calls with that argument promise invariant results in a group's world."""
+    return resolved(invariant, current(group).settings) is not None

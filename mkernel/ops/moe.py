@@ -28,10 +28,12 @@ from mkernel.ops import flops, validate
 from mkernel.ops import moe_backward as gradients
 from mkernel.ops.around import refuse_gradients
 from mkernel.ops.common import Done, Execution, plan_for
+from mkernel.ops.gemm import GROUP
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import called, register
 from mkernel.ops.scaled_experts import check_experts, default_results, dtypes, packed
 from mkernel.ops.steps import Steps
+from mkernel.plan.invariance import Wanted, encoded
 from mkernel.plan.model import BLOCK, Activation
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer
 from mkernel.world.groups import Group
@@ -136,6 +138,7 @@ def dispatch(
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
+    invariant: str | None = None,
     group: Group = None,
     steps: Steps | None = None,
     **execution: Unpack[Execution],
@@ -188,6 +191,7 @@ def dispatch(
         b_layout=validate.expert_layout("w", w, capabilities),
         around=around,
         chunk=chunk,
+        invariant=invariant,
     )
     own = new_routing(steps, world, topk_ids, experts) if routing is None else routing
     tensors = {"x": x, "topk_ids": topk_ids, "w": w, "routing": own}
@@ -214,6 +218,7 @@ class _Options(TypedDict, total=False):
     x_scale: Tensor | None
     w_scale: Tensor | None
     handle: MoeHandle | None
+    invariant: Wanted
     group: Group
 
 
@@ -243,6 +248,7 @@ def moe_dispatch_gemm(
     w_scale: Tensor | None = None,
     quantise: Literal["block"] | None = None,
     handle: MoeHandle | None = None,
+    invariant: Wanted = None,
     group: Group = None,
 ) -> MoeDispatch | MoeQuantisedDispatch:
     """Send each token to its experts and multiply: outputs = rows of expert e @ w[e].
@@ -277,6 +283,8 @@ def moe_dispatch_gemm(
             blocks of 128, in one step with the activation; I is a multiple of 128.
         handle: of an earlier dispatch of the same routing, with or without a product: its routing is
             used again, and no ids travel.
+        invariant: promise that a row's bits depend on that row and the weights alone, for every number
+            of ranks (docs/invariance.md). None: as the world says.
         group: names the world; None: the default one.
 
     Returns:
@@ -307,6 +315,7 @@ def moe_dispatch_gemm(
         "activation": activation,
         "out_dtype": out_dtype,
         "chunk": chunk,
+        "invariant": encoded(invariant),
     }
     dispatches, named = called(group)
     if handle is not None:
@@ -333,6 +342,7 @@ def combine(
     topk_weights: Tensor,
     *,
     out_dtype: torch.dtype | None = None,
+    invariant: str | None = None,
     group: Group = None,
     steps: Steps | None = None,
     **execution: Unpack[Execution],
@@ -348,7 +358,7 @@ def combine(
     out_name = validate.dtype_name("out_dtype", out_dtype or y.dtype, capabilities.out_dtypes)
     tokens, top_k = topk_weights.shape
     sizes = {"tokens": tokens, "features": y.shape[1], "experts": experts, "top_k": top_k}
-    plan = plan_for(world, "moe_combine", sizes, dtype, out_name)
+    plan = plan_for(world, "moe_combine", sizes, dtype, out_name, invariant=invariant)
     out = steps.empty((tokens, y.shape[1]), y, validate.DTYPES[out_name])
     weights = gradients.weights_as(steps, topk_weights, plan)
     tensors = {"y": y, "routing": routing, "topk_weights": weights, "out": out}
@@ -460,6 +470,7 @@ def moe_combine(
     topk_weights: Tensor,
     *,
     out_dtype: torch.dtype | None = None,
+    invariant: Wanted = None,
     group: Group = None,
 ) -> Tensor:
     """Bring experts' results home: out[t] = sum over slots of topk_weights[t, slot] · y[its row].
@@ -473,6 +484,7 @@ def moe_combine(
         handle: of the dispatch.
         topk_weights: [T, k], floating point; used as float32, of float64 y as float64.
         out_dtype: of the result; default: that of ``y``.
+        invariant: as :func:`mkernel.moe_gemm_combine` takes it.
         group: names the world, which is that of the dispatch; None: the default one.
 
     Returns:
@@ -486,7 +498,7 @@ def moe_combine(
     combines, named = called(group)
     expect_handle(handle)
     result: Tensor = combines.moe_combine(
-        y, *handle, topk_weights, out_dtype=out_dtype, group=named
+        y, *handle, topk_weights, out_dtype=out_dtype, invariant=encoded(invariant), group=named
     )
     return result
 
@@ -618,7 +630,7 @@ def _combine_fake(
 register(
     "moe_dispatch_gemm(Tensor x, Tensor topk_ids, Tensor w, Tensor? counts=None, "
     "Tensor? routing=None, *, int? capacity=None, str? activation=None, "
-    "ScalarType? out_dtype=None, int? chunk=None, str group) "
+    f"ScalarType? out_dtype=None, int? chunk=None, {GROUP}) "
     "-> (Tensor, Tensor, Tensor)",
     _dispatch_kernel,
     _dispatch_fake,
@@ -629,7 +641,7 @@ register(
 register(
     "moe_dispatch_gemm_scaled(Tensor x, Tensor topk_ids, Tensor w, Tensor? x_scale, Tensor? w_scale, "
     "Tensor? counts=None, Tensor? routing=None, *, int? capacity=None, str? activation=None, "
-    "ScalarType? out_dtype=None, int? chunk=None, str group) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"ScalarType? out_dtype=None, int? chunk=None, {GROUP}) -> (Tensor, Tensor, Tensor, Tensor)",
     _scaled_dispatch_kernel,
     _scaled_dispatch_fake,
     flops=flops.dispatch,
@@ -637,7 +649,7 @@ register(
 )
 register(
     "moe_combine(Tensor y, Tensor counts, Tensor routing, Tensor topk_weights, *, "
-    "ScalarType? out_dtype=None, str group) -> Tensor",
+    f"ScalarType? out_dtype=None, {GROUP}) -> Tensor",
     _combine_kernel,
     _combine_fake,
     gradients.save_combine,

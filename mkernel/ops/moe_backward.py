@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mkernel.ops import flops, moe_composed, validate
 from mkernel.ops.common import plan_for
+from mkernel.ops.gemm import GROUP
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import ops, register
 from mkernel.ops.steps import Steps
@@ -49,6 +50,7 @@ def _dispatch(
     top_k: int,
     capacity: int | None,
     chunk: int | None,
+    invariant: str | None,
     group: Group,
     steps: Steps,
 ) -> tuple[Tensor, Tensor]:
@@ -73,6 +75,7 @@ def _dispatch(
         _named(world, "grad_outputs.dtype", grad_outputs),
         b_layout=validate.expert_layout("w", w, world.engine(op).claims),
         chunk=chunk,
+        invariant=invariant,
     )
     of_x, of_w = steps.do(torch.empty_like, x), steps.do(torch.empty_like, w)
     steps.launch(
@@ -94,6 +97,7 @@ def _combine(
     counts: Tensor,
     routing: Tensor,
     topk_weights: Tensor,
+    invariant: str | None,
     group: Group,
     steps: Steps,
 ) -> tuple[Tensor, Tensor]:
@@ -115,6 +119,7 @@ def _combine(
         },
         _named(world, "y.dtype", y),
         _named(world, "grad_out.dtype", grad_out),
+        invariant=invariant,
     )
     weights = weights_as(steps, topk_weights, plan)
     of_y, of_weights = steps.do(torch.empty_like, y), steps.do(torch.empty_like, weights)
@@ -132,7 +137,7 @@ def _combine_fake(
 
 register(
     "moe_dispatch_backward(Tensor grad_outputs, Tensor x, Tensor w, Tensor counts, Tensor routing, *, "
-    "int top_k, int? capacity=None, int? chunk=None, str group) -> (Tensor, Tensor)",
+    f"int top_k, int? capacity=None, int? chunk=None, {GROUP}) -> (Tensor, Tensor)",
     _dispatch,
     _dispatch_fake,
     flops=flops.dispatch_backward,
@@ -140,7 +145,7 @@ register(
 )
 register(
     "moe_combine_backward(Tensor grad_out, Tensor y, Tensor counts, Tensor routing, "
-    "Tensor topk_weights, *, str group) -> (Tensor, Tensor)",
+    f"Tensor topk_weights, *, {GROUP}) -> (Tensor, Tensor)",
     _combine,
     _combine_fake,
     any_rows=("y",),
@@ -150,7 +155,8 @@ register(
 def save_dispatch(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
     """Keep x, w and the handle."""
     x, topk_ids, w, *given = inputs
-    ctx.options = {name: keyword_only_inputs[name] for name in ("capacity", "chunk", "group")}
+    names = ("capacity", "chunk", "invariant", "group")
+    ctx.options = {name: keyword_only_inputs[name] for name in names}
     ctx.activation = keyword_only_inputs["activation"]
     ctx.out_dtype = keyword_only_inputs["out_dtype"]
     ctx.again = given[1] is not None
@@ -188,13 +194,13 @@ def _silu_and_mul_backward(of_outputs: Tensor, product: Tensor) -> Tensor:
 
 def save_combine(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
     """Keep y, the handle and the weights."""
-    ctx.group = keyword_only_inputs["group"]
+    ctx.options = {name: keyword_only_inputs[name] for name in ("invariant", "group")}
     ctx.save_for_backward(*inputs)
 
 
 def combine_backward(ctx: Any, of_out: Tensor) -> Any:
     """Compute dy and dweights in one call."""
     of_y, of_weights = ops.moe_combine_backward(
-        of_out.contiguous(), *ctx.saved_tensors, group=ctx.group
+        of_out.contiguous(), *ctx.saved_tensors, **ctx.options
     )
     return of_y, None, None, of_weights

@@ -17,6 +17,7 @@ from mkernel.errors import ArgumentError, DtypeError, ShapeError
 from mkernel.ops import validate
 from mkernel.ops.around import check_scale, refuse_gradients
 from mkernel.ops.common import Done, Execution, plan_for
+from mkernel.ops.gemm import GROUP
 from mkernel.ops.moe import (
     ID_DTYPES,
     MoeHandle,
@@ -34,6 +35,7 @@ from mkernel.ops.registration import called, ops, register
 from mkernel.ops.scaled_experts import QUANTISED
 from mkernel.ops.steps import Steps
 from mkernel.plan.arguments import NOTHING, Around
+from mkernel.plan.invariance import Wanted, encoded
 from mkernel.plan.model import BLOCK, E4M3, Scales
 from mkernel.plan.shapes import MAX_DIMENSION, check_integer
 from mkernel.world.groups import Group
@@ -102,6 +104,7 @@ def dispatch_rows(
     quantise: str | None = None,
     capacity: int | None = None,
     chunk: int | None = None,
+    invariant: str | None = None,
     group: Group = None,
     steps: Steps | None = None,
     **execution: Unpack[Execution],
@@ -150,6 +153,7 @@ def dispatch_rows(
         dtype,
         around=around,
         chunk=chunk,
+        invariant=invariant,
     )
     own = new_routing(steps, world, topk_ids, num_experts) if routing is None else routing
     tensors = {"x": x, "topk_ids": topk_ids, "routing": own}
@@ -176,6 +180,7 @@ def moe_dispatch(
     x_scale: Tensor | None = None,
     quantise: Literal["block"] | None = None,
     handle: MoeHandle | None = None,
+    invariant: Wanted = None,
     group: Group = None,
 ) -> MoeRows:
     """Send each token to the ranks of its experts, and return the rows of this rank's experts.
@@ -198,6 +203,7 @@ def moe_dispatch(
             travels. There are no gradients.
         handle: of an earlier dispatch of the same routing, with or without a product: its routing is
             used again, and no ids travel.
+        invariant: as :func:`mkernel.moe_gemm_combine` takes it, of the gradient of x; rows only travel.
         group: names the world; None: the default one.
 
     Returns:
@@ -225,6 +231,7 @@ def moe_dispatch(
         quantise=quantise,
         capacity=capacity,
         chunk=chunk,
+        invariant=encoded(invariant),
         group=named,
     )
     made = handle or MoeHandle(counts, routing)
@@ -275,20 +282,21 @@ def _fake(
 
 def _save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
     _, topk_ids, _, counts, routing = inputs
-    ctx.group, ctx.places = keyword_only_inputs["group"], topk_ids.shape
+    ctx.options = {name: keyword_only_inputs[name] for name in ("invariant", "group")}
+    ctx.places = topk_ids.shape
     ctx.save_for_backward(*(output[1:3] if routing is None else (counts, routing)))
 
 
 def _backward(ctx: Any, of_rows: Tensor, *_: Any) -> Any:
     counts, routing = ctx.saved_tensors
     ones = of_rows.new_ones(ctx.places, dtype=torch.promote_types(of_rows.dtype, torch.float32))
-    of_x = ops.moe_combine(of_rows.contiguous(), counts, routing, ones, group=ctx.group)
+    of_x = ops.moe_combine(of_rows.contiguous(), counts, routing, ones, **ctx.options)
     return of_x, None, None, None, None
 
 
 register(
     "moe_dispatch(Tensor x, Tensor topk_ids, Tensor? x_scale, Tensor? counts, Tensor? routing, *, "
-    "int num_experts, str? quantise=None, int? capacity=None, int? chunk=None, str group) "
+    f"int num_experts, str? quantise=None, int? capacity=None, int? chunk=None, {GROUP}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _kernel,
     _fake,

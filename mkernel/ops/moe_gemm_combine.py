@@ -9,6 +9,8 @@ Results come home in one of two ways, which the plan chooses (``returns``):
     ──rounded to partial_dtype──▶ the token's rank; out[t] = sum over ranks, in order, of p[r, t]
 In a hierarchical exchange these sums are of the slots, or ranks, of one node; each is rounded to
 partial_dtype again, and out[t] is the sum over nodes, in order.
+Invariant results are added by groups of experts and their tree instead, the same in both ways and
+exchanges (:mod:`mkernel.plan.invariance`).
 Sums are float32, and ``out`` is rounded from them once. So results are deterministic either way, of the
 same plan; but of a narrow ``partial_dtype``, which is rounded to before, the ways round differently.
 """
@@ -25,6 +27,7 @@ from mkernel.errors import ShapeError
 from mkernel.ops import flops, moe_composed, validate
 from mkernel.ops.around import refuse_gradients
 from mkernel.ops.common import Done, Execution, plan_for
+from mkernel.ops.gemm import GROUP
 from mkernel.ops.moe import MoeHandle, check_routed, expect_handle
 from mkernel.ops.moe_backward import weights_as
 from mkernel.ops.plain import plain, untraced
@@ -32,6 +35,7 @@ from mkernel.ops.registration import called, ops, register
 from mkernel.ops.scaled_experts import check_experts, default_results, dtypes, packed
 from mkernel.ops.steps import Steps
 from mkernel.plan.arguments import NOTHING, Around
+from mkernel.plan.invariance import Wanted, encoded
 from mkernel.plan.model import DtypeName, LaunchPlan
 from mkernel.plan.pipeline import Returns
 from mkernel.world.groups import Group
@@ -62,6 +66,7 @@ def _plan(
     partial_dtype: torch.dtype | None = None,
     returns: Returns | None = None,
     around: Around = NOTHING,
+    invariant: str | None,
 ) -> LaunchPlan:
     claims = world.engine(op).claims
     tokens, top_k = topk_weights.shape
@@ -88,6 +93,7 @@ def _plan(
         out_name,
         b_layout=validate.expert_layout("w2", w2, claims),
         around=around,
+        invariant=invariant,
     )
 
 
@@ -103,6 +109,7 @@ def gemm_combine(
     out_dtype: torch.dtype | None = None,
     partial_dtype: torch.dtype | None = None,
     returns: Returns | None = None,
+    invariant: str | None = None,
     group: Group = None,
     steps: Steps | None = None,
     **execution: Unpack[Execution],
@@ -125,7 +132,7 @@ def gemm_combine(
     kind = out_dtype or default_results(h)
     plan = _plan(
         world, OP, h, w2, topk_weights, kind,
-        partial_dtype=partial_dtype, returns=returns, around=around,
+        partial_dtype=partial_dtype, returns=returns, around=around, invariant=invariant,
     )  # fmt: skip
     out = steps.empty((len(topk_weights), w2.shape[2]), h, kind)
     weights = weights_as(steps, topk_weights, plan)
@@ -146,6 +153,7 @@ def moe_gemm_combine(
     returns: Returns | None = None,
     h_scale: Tensor | None = None,
     w2_scale: Tensor | None = None,
+    invariant: Wanted = None,
     group: Group = None,
 ) -> Tensor:
     """Multiply by each expert's second weight and bring the results home:
@@ -167,16 +175,20 @@ def moe_gemm_combine(
         out_dtype: of the result; default: that of ``h``.
         partial_dtype: in which results travel home; default: ``out_dtype``, of results of fewer than
             4096 elements float32. torch.float32: what travels is not rounded, and twice the bytes of
-            16-bit results travel. ``cuda`` rounds products to the dtype of ``h`` before.
+            16-bit results travel. ``cuda`` rounds products to the dtype of ``h`` before. Beside
+            invariant results it is theirs.
         returns: how they travel: ``"slots"``, each by itself, weighted and added at home in the order
             of slots; ``"ranks"``, the weighted sum of a token's results on one rank, added at home in
             the order of ranks; None: what is predicted to be faster. Both are right within the
-            roundings of ``partial_dtype``, but not equal in bits.
+            roundings of ``partial_dtype``, but not equal in bits, unless these are invariant.
         h_scale, w2_scale: float32, of e4m3 ``w2`` (``torch.float8_e4m3fn``), as ``w_scale`` is in
             :func:`moe_dispatch_gemm`: w2_scale [E/W, I / 128, H / 128]. h is e4m3 too, beside h_scale
             [R, I / 128]; or it has 16 bits, and rows are quantised by blocks of 128. What travels is
             rounded to ``partial_dtype``; the result is bfloat16, or as a 16-bit h. There are no
             gradients.
+        invariant: promise that a row's bits depend on that row and the weights alone, for every number
+            of ranks that divides the segments, by which experts are grouped (docs/invariance.md).
+            None: as the world says.
         group: names the world, which is that of the dispatch; None: the default one.
 
     Returns:
@@ -193,6 +205,7 @@ def moe_gemm_combine(
         "out_dtype": out_dtype,
         "partial_dtype": partial_dtype,
         "returns": returns,
+        "invariant": encoded(invariant),
     }
     combines, named = called(group)
     expect_handle(handle)
@@ -257,6 +270,7 @@ def _backward(
     counts: Tensor,
     routing: Tensor,
     topk_weights: Tensor,
+    invariant: str | None,
     group: Group,
     steps: Steps,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -268,7 +282,7 @@ def _backward(
     grad_out, h, w2, routing, topk_weights = given
     if moe_composed.composes(world, _BACKWARD, counts, grad_out, h, w2):
         return moe_composed.gemm_combine(world, grad_out, h, w2, (counts, routing), topk_weights)
-    plan = _plan(world, _BACKWARD, h, w2, topk_weights, grad_out.dtype)
+    plan = _plan(world, _BACKWARD, h, w2, topk_weights, grad_out.dtype, invariant=invariant)
     weights = weights_as(steps, topk_weights, plan)
     found = [steps.do(torch.empty_like, each) for each in (h, w2, weights)]
     tensors = dict(zip(names, given, strict=True)) | {"topk_weights": weights}
@@ -292,20 +306,20 @@ def _backward_fake(
 
 
 def _save(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-    ctx.group = keyword_only_inputs["group"]
+    ctx.options = {name: keyword_only_inputs[name] for name in ("invariant", "group")}
     ctx.save_for_backward(*inputs)
 
 
 def _derivatives(ctx: Any, of_out: Tensor) -> Any:
     of_h, of_w2, of_weights = ops.moe_gemm_combine_backward(
-        of_out.contiguous(), *ctx.saved_tensors, group=ctx.group
+        of_out.contiguous(), *ctx.saved_tensors, **ctx.options
     )
     return of_h, of_w2, None, None, of_weights
 
 
 register(
     "moe_gemm_combine(Tensor h, Tensor w2, Tensor counts, Tensor routing, Tensor topk_weights, *, "
-    "ScalarType? out_dtype=None, ScalarType? partial_dtype=None, str? returns=None, str group) "
+    f"ScalarType? out_dtype=None, ScalarType? partial_dtype=None, str? returns=None, {GROUP}) "
     "-> Tensor",
     _kernel,
     _fake,
@@ -317,7 +331,7 @@ register(
 register(
     "moe_gemm_combine_scaled(Tensor h, Tensor w2, Tensor counts, Tensor routing, Tensor topk_weights, "
     "Tensor? h_scale, Tensor? w2_scale, *, ScalarType? out_dtype=None, ScalarType? partial_dtype=None, "
-    "str? returns=None, str group) -> Tensor",
+    f"str? returns=None, {GROUP}) -> Tensor",
     _kernel,
     _scaled_fake,
     flops=flops.combine,
@@ -325,7 +339,7 @@ register(
 )
 register(
     "moe_gemm_combine_backward(Tensor grad_out, Tensor h, Tensor w2, Tensor counts, Tensor routing, "
-    "Tensor topk_weights, *, str group) -> (Tensor, Tensor, Tensor)",
+    f"Tensor topk_weights, *, {GROUP}) -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
     flops=flops.combine_backward,

@@ -329,6 +329,8 @@ def check_blocks(scales: Scales | None, name: str, k: int) -> None:
 # ---- invariant results ---------------------------------------------------------------------------
 
 _SUMS_OF_PRODUCTS = tuple(op for op in _GEMMS if op != "all_gather_gemm")
+UNDIVIDED: tuple[OpName, ...] = ("all_gather_gemm", "moe_dispatch", "moe_dispatch_gemm")
+"""Ops whose invariant results add nothing over ranks, nor over experts."""
 
 
 def promised(
@@ -358,14 +360,14 @@ def promised(
     for name, given in (("dtype", dtype), ("out_dtype", out_dtype)):
         if given == "float64":
             raise DtypeError(name, given, "at most float32, with invariant results")
-    if op == "all_gather_gemm":
+    if op in UNDIVIDED:
         return Invariant(1, "float32")
     if wanted.segments % ranks:
         legal = f"a power of two that the world's {ranks} ranks divide"
         if ranks & (ranks - 1):
             legal = f"a world of 1, 2, 4, ... ranks, not of {ranks}: segments are a power of two"
         raise ArgumentError("segments", wanted.segments, legal, why=f"{op} with invariant results")
-    segments = wanted.segments if op in _SUMS_OF_PRODUCTS else ranks
+    segments = ranks if op == "all_reduce" else wanted.segments
     return Invariant(segments, wanted.partial_of(out_dtype))
 
 

@@ -12,12 +12,17 @@ Ops that sum over ranks cut K of all ranks into ``segments`` of one size, whatev
 Rank r of W has segments r * segments / W to (r + 1) * segments / W. These are a whole subtree, and its
 root is what the rank sends. AllGather+GEMM has one segment, which is rounded once; the leaves of
 AllReduce are what ranks give. ``backends/contracts/tree.py`` adds tensors so.
+
+Experts form ``segments`` contiguous groups by their numbers (:func:`group_of`), whatever the number of
+ranks. A leaf of a combine is the weighted sum of a token's results from one group, in the order of its
+slots, in float32, rounded to the partial dtype; GEMM+combine rounds the results to it too. Groups
+without a result are +0. A dispatch adds nothing over experts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 from mkernel.errors import ArgumentError
 
@@ -118,6 +123,12 @@ def segments_of(segments: int, k: int) -> tuple[tuple[int, int], ...]:
     """Return [start, end) of each segment of a K that they cut evenly."""
     each = k // segments
     return tuple((each * at, each * (at + 1)) for at in range(segments))
+
+
+def group_of(expert: Any, experts: int, segments: int) -> Any:
+    """Return the group of an expert, or of a tensor of them. Ranks that share experts and segments
+    evenly have whole groups, or one among several."""
+    return expert * segments // experts
 
 
 def pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -294,7 +294,9 @@ class Plans:
     def _shape(self, sizes: Mapping[str, Any]) -> Shape:
         """Check sizes, and then what :attr:`library` does."""
         around = self.around
-        shape = shape_of(self.op, sizes, self.ranks, self.dtype, self.out_dtype, self.claims)
+        promised = None if self.invariant is None else self.invariant.partial_dtype
+        kinds = (self.dtype, self.out_dtype)
+        shape = shape_of(self.op, sizes, self.ranks, *kinds, self.claims, promised)
         columns = None
         if isinstance(shape, GemmShape):
             columns = shape.n

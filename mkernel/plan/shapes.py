@@ -117,9 +117,11 @@ def shape_of(
     dtype: DtypeName,
     out_dtype: DtypeName,
     capabilities: AcceleratorCapabilities,
+    promised: DtypeName | None = None,
 ) -> Shape:
     """Check an op's sizes and return its shape. ArgumentError and ShapeError give the name, the
-    value and what is legal."""
+    value and what is legal. ``promised``: the partial dtype of invariant sums, in which experts'
+    results then travel."""
     fields = _fields(op)
     for name, value in sizes.items():
         if name not in fields:
@@ -131,11 +133,16 @@ def shape_of(
                 raise ArgumentError(name, "missing", legal)
         elif integer:
             check_integer(ShapeError, name, sizes[name], MAX_DIMENSION)
-    if "partial_dtype" in fields and "partial_dtype" not in sizes:
-        travels = sums_of(dtype, out_dtype)
-        if forward(op) == op:
+    if "partial_dtype" in fields:
+        travels = promised or sums_of(dtype, out_dtype)
+        kinds = {travels}  # of gradients too: nothing of theirs is rounded before
+        if forward(op) == op and promised is None:
+            kinds.add(out_dtype)
             travels = partials_of_experts(sizes["tokens"] * sizes["hidden"], out_dtype, travels)
-        sizes = {**sizes, "partial_dtype": travels}
+        sizes = {"partial_dtype": travels, **sizes}
+        if sizes["partial_dtype"] not in kinds:
+            given = repr(sizes["partial_dtype"])
+            raise DtypeError("partial_dtype", given, " or ".join(sorted(kinds)))
     try:
         shape = SHAPES[forward(op)](**sizes)
     except ValidationError as error:
@@ -279,11 +286,6 @@ def _check_experts(
             raise ArgumentError("activation", repr(shape.activation), f"{known}, here")
     if isinstance(shape, GemmCombineShape):
         _check_aligned("hidden", shape.hidden, _narrow(dtype, out_dtype), capabilities)
-        legal = {sums_of(dtype, out_dtype)}  # of gradients too: nothing of theirs is rounded before
-        if forward(op) == op:
-            legal.add(out_dtype)
-        if shape.partial_dtype not in legal:
-            raise DtypeError("partial_dtype", repr(shape.partial_dtype), " or ".join(sorted(legal)))
 
 
 def _check_attention(

@@ -170,7 +170,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         """Return a window if messages are puts; otherwise nothing, because torch's allocator serves
         the calls."""
         how = schedules.check(plan, self._device.name)
-        if plan.invariant is not None and plan.op in schedules.GEMMS:
+        if plan.invariant is not None:
             self._check_products(plan, plan.invariant)
         if how.window_bytes == 0:
             return Workspace()
@@ -187,9 +187,9 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
 
         from mkernel.backends.contracts.invariant_product import check_products
 
-        own = max(1, invariant.segments // plan.world_size)
         device = torch.empty(0, device=self.device).device  # with its index
-        check_products(device, plan.gemm.k // own)
+        for k in schedules.depths(plan, invariant):
+            check_products(device, k)
 
     def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
         """Return the number of words of the ids of all ranks' tokens, plus one for the number of
@@ -271,7 +271,7 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         compute_cores=device.cores,
         comm_cores=1,
         stream_ordered=device.queues,
-        invariant_ops=(*schedules.GEMMS, "all_reduce"),
+        invariant_ops=schedules.INVARIANT,
         kinds=tuple(DEVICES),
         process_group=True,
         put_ops=PUT_OPS if copies else (),

@@ -11,7 +11,7 @@ ids and builds the tables.
 Combine: rows travel in their own dtype, one per place, and are weighted and added on the token's
 rank, in slot order, in float32. GEMM+combine: the experts' products come first, followed by a
 combine; or the weighted sum of a token's results on this rank travels, one row per token, and sums
-are added in rank order.
+are added in rank order. Invariant results are the same in every way (:mod:`mkernel.plan.invariance`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from mkernel.backends.accelerators.streams.call_streams import CallStreams, Mess
 from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange
 from mkernel.backends.accelerators.streams.matmul import grouped_product
 from mkernel.backends.accelerators.streams.moe_travel import (
+    Groups,
     add_ranks,
+    groups_of,
     return_by_rank,
     return_by_slot,
     send_tokens,
@@ -57,6 +59,7 @@ from mkernel.backends.accelerators.streams.schedule import (
     TokenSchedule,
 )
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.invariant_product import in_blocks
 from mkernel.backends.contracts.scaled import quantised_blocks
 from mkernel.errors import CapacityExceeded, ShapeError
 from mkernel.plan.model import (
@@ -185,7 +188,7 @@ def _results(
     with streams.compute():
         results = products.new_empty((count, shape.features)) if quantises else outputs[:count]
         if shape.activation is not None:
-            activate(shape.activation, products, results)
+            activate(shape.activation, products, results, call.plan.invariant is not None)
         elif quantises:
             results = products
         if quantises:
@@ -222,7 +225,7 @@ def _products(
 ) -> None:
     """Compute out = rows @ their experts' weights, the tensor of that name, all at once."""
     every = segments(routing, None)
-    if call.plan.scales is None:
+    if call.plan.scales is None and call.plan.invariant is None:
         w = call.tensors[weight]
         grouped_product(rows.values, w, routing.counts, every, out, grouped=grouped)
         return
@@ -257,7 +260,8 @@ def gemm_combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
         their_weights, arrivals = send_tokens(call, streams, routing, weights)
     with streams.compute():
         h = rows_of_experts(call, "h", count)
-        y = out.new_empty((count + 1, shape.hidden), dtype=weights.dtype if by_rank else travels)
+        wide = by_rank and call.plan.invariant is None
+        y = out.new_empty((count + 1, shape.hidden), dtype=weights.dtype if wide else travels)
         _products(call, routing, "w2", h, y[:count], how.grouped)
     if not by_rank:
         total = _by_slot(call, streams, routing, y, weights)
@@ -266,14 +270,16 @@ def gemm_combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
             streams.wait(message)
         with streams.compute():
             y[count] = 0  # the row of slots that are none of this rank's
-            of_tokens = sum_by_token(routing, y, their_weights).to(travels)
+            groups = groups_here(call, routing)
+            of_tokens = sum_by_token(routing, y, their_weights, groups).to(travels)
         if tables is not None:
             total = relay.return_by_rank(call, streams, tables, routing, of_tokens, weights)
         else:
             back = return_by_rank(call, streams, routing, of_tokens)
             streams.finish()
             with streams.compute():
-                total = add_ranks(routing, back, out, weights.dtype)
+                zeros = torch.zeros_like(out, dtype=weights.dtype)
+                total = add_ranks(call, routing, back, zeros)
     with streams.compute():
         out.copy_(total)
     return {}
@@ -284,8 +290,17 @@ def _by_slot(
 ) -> torch.Tensor:
     """Return the weighted sum of each token's rows of ``y``, directly or by relays."""
     if not call.plan.part(HomeSchedule).relays:
-        return return_by_slot(call, streams, routing, y, weights)
+        with streams.compute():
+            groups = groups_of(call, _ids(call)[call.rank])
+        return return_by_slot(call, streams, routing, y, weights, groups)
     return relay.return_by_slot(call, streams, _relays(call, routing), y, weights)
+
+
+def groups_here(call: Call, routing: Routing) -> Groups | None:
+    """Return the groups of slots of the tokens that came here."""
+    tokens = routing.row_source.new_zeros(sum(routing.tokens_from))
+    tokens[routing.row_token] = routing.row_source
+    return groups_of(call, _ids(call).flatten(0, 1)[tokens], call.rank, call.plan.world_size)
 
 
 def _relays(call: Call, routing: Routing) -> Relays:
@@ -401,9 +416,12 @@ def segments(routing: Routing, source: int | None) -> Iterator[tuple[int, int, i
         start = edges[-1]
 
 
-def activate(activation: Activation, sums: torch.Tensor, out: torch.Tensor) -> None:
+def activate(
+    activation: Activation, sums: torch.Tensor, out: torch.Tensor, invariant: bool = False
+) -> None:
     """Compute out [R, I] = silu(gate) * up from ``sums`` [R, 2I], whose first half of the columns
     is the gate; rounded once."""
     assert activation == "silu_and_mul"
     gate, up = sums.chunk(2, dim=1)
-    out.copy_(torch.nn.functional.silu(gate).mul_(up))
+    silu = torch.nn.functional.silu
+    out.copy_((in_blocks(silu, gate) if invariant else silu(gate)).mul_(up))

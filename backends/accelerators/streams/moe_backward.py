@@ -17,7 +17,7 @@ import torch
 from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.exchange import exchange
 from mkernel.backends.accelerators.streams.matmul import mixed_product
-from mkernel.backends.accelerators.streams.moe import routing_of, segments
+from mkernel.backends.accelerators.streams.moe import groups_here, routing_of, segments
 from mkernel.backends.accelerators.streams.moe_travel import (
     add_ranks,
     return_by_rank,
@@ -26,6 +26,8 @@ from mkernel.backends.accelerators.streams.moe_travel import (
 )
 from mkernel.backends.accelerators.streams.routing import Routing
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.invariant_product import InvariantFactor
+from mkernel.backends.contracts.norm import row_sum
 
 
 def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
@@ -40,8 +42,10 @@ def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
         sums = getattr(torch, call.plan.sums)
         rows = torch.zeros(shape, dtype=sums, device=x.device)  # the last one stays zero
         for expert, start, end in segments(routing, None):
-            mixed_product(gradients[start:end], w[expert].t(), rows[start:end])
-        of_tokens = sum_by_token(routing, rows)
+            _product_of_rows(call, gradients[start:end], w[expert].t(), rows[start:end])
+        groups = groups_here(call, routing)
+        ones = rows.new_ones((sum(routing.tokens_from), routing.top_k)) if groups else None
+        of_tokens = sum_by_token(routing, rows, ones, groups)
     back = return_by_rank(call, streams, routing, of_tokens)
     for *_, message in arrivals:
         streams.wait(message)
@@ -52,8 +56,23 @@ def dispatch(call: Call, streams: CallStreams) -> Mapping[str, Any]:
             mixed_product(used.t(), gradients[start:end], of_w[expert])
     streams.finish()
     with streams.compute():
-        of_x.copy_(add_ranks(routing, back, of_x, rows.dtype))
+        of_x.copy_(add_ranks(call, routing, back, torch.zeros_like(of_x, dtype=rows.dtype)))
     return {}
+
+
+def _product_of_rows(call: Call, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Compute out = a @ b; what has a row's bits by itself, where results are invariant."""
+    if call.plan.invariant is None:
+        mixed_product(a, b, out)
+    else:
+        InvariantFactor(b).product(a, out)
+
+
+def _sums_of_rows(call: Call, rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each row [R, D], as [R, 1]."""
+    if call.plan.invariant is None:
+        return rows.sum(1, keepdim=True)
+    return row_sum(rows)
 
 
 def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
@@ -71,7 +90,7 @@ def combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
         own = their_weights[routing.row_token, routing.row_slot]
         of_y[:count] = rows * own[:, None]
         of_y[count:].zero_()
-        products = (rows * y[:count].to(weights.dtype)).sum(1, keepdim=True)
+        products = _sums_of_rows(call, rows * y[:count].to(weights.dtype))
     _weights_home(call, streams, routing, products, of_weights)
     return {}
 
@@ -95,8 +114,8 @@ def gemm_combine(call: Call, streams: CallStreams) -> Mapping[str, Any]:
         rows = tokens[routing.row_token]
         back = torch.empty((count, h.shape[1]), dtype=sums, device=h.device)
         for expert, start, end in segments(routing, None):
-            mixed_product(rows[start:end], w2[expert].t(), back[start:end])
-        products = (back * h[:count].to(sums)).sum(1, keepdim=True)
+            _product_of_rows(call, rows[start:end], w2[expert].t(), back[start:end])
+        products = _sums_of_rows(call, back * h[:count].to(sums))
         of_h[:count] = back.mul_(own)
         of_h[count:].zero_()
     _weights_home(call, streams, routing, products, of_weights)

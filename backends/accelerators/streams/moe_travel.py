@@ -2,12 +2,14 @@
 
 Results return by slot, one row per place, and are weighted and added on the token's rank; or by
 rank, as the weighted sum of a token's results on that rank, one row per token. Sums are in the
-dtype of the weights, float32 (float64 for float64 inputs), in the order of slots, and of ranks.
+dtype of the weights, float32 (float64 for float64 inputs), in the order of slots, and of ranks; those
+of invariant results are added by the tree, whose leaves are groups of experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +17,39 @@ from mkernel.backends.accelerators.streams.call_streams import CallStreams
 from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange
 from mkernel.backends.accelerators.streams.routing import Routing
 from mkernel.backends.contracts.accelerator import Call
+from mkernel.backends.contracts.tree import tree_sum
+from mkernel.plan.invariance import group_of
+from mkernel.plan.model import CombineShape, GemmCombineShape, MoeShape
+
+
+class Groups(NamedTuple):
+    """The leaves of invariant sums over slots: groups of experts.
+
+    ``of`` [T, k]: the group of each slot's expert, any for slots without a row; ``number`` of groups;
+    ``partial``: the dtype to which leaves and nodes are rounded.
+    """
+
+    of: torch.Tensor
+    number: int
+    partial: torch.dtype
+
+
+def partial_of(call: Call) -> torch.dtype | None:
+    """Return the dtype of nodes of a call's invariant sums; None: its sums are others."""
+    invariant = call.plan.invariant
+    return None if invariant is None else getattr(torch, invariant.partial_dtype or "float32")
+
+
+def groups_of(call: Call, ids: torch.Tensor, part: int = 0, parts: int = 1) -> Groups | None:
+    """Return the groups of slots [T, k] with these experts, of one of so many equal parts of the ranks,
+    such as a node; None: results are not invariant."""
+    invariant, partial, shape = call.plan.invariant, partial_of(call), call.plan.shape
+    if invariant is None or partial is None:
+        return None
+    assert isinstance(shape, MoeShape | CombineShape | GemmCombineShape)
+    count = invariant.segments // parts
+    of = group_of(ids.long(), shape.experts, invariant.segments) - part * count
+    return Groups(of.clamp(0, count - 1), count, partial)
 
 
 def send_tokens(
@@ -31,7 +66,12 @@ def send_tokens(
 
 
 def return_by_slot(
-    call: Call, streams: CallStreams, routing: Routing, y: torch.Tensor, weights: torch.Tensor
+    call: Call,
+    streams: CallStreams,
+    routing: Routing,
+    y: torch.Tensor,
+    weights: torch.Tensor,
+    groups: Groups | None,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's rows of ``y``, [T, D] in the dtype of ``weights`` [T,
     k]."""
@@ -41,7 +81,7 @@ def return_by_slot(
     exchange(call, streams, packed.__getitem__, parts.__getitem__)
     streams.finish()
     with streams.compute():
-        return weighted_sums(rows, routing.homecoming.view(weights.shape), weights)
+        return weighted_sums(rows, routing.homecoming.view(weights.shape), weights, groups)
 
 
 def landing(
@@ -57,10 +97,20 @@ def landing(
     return rows, parts
 
 
-def weighted_sums(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of the rows [.., D] at ``places`` [T, k], in the order of slots and the
-    dtype of ``weights`` [T, k]. The last row is zero and belongs to slots without one."""
+def weighted_sums(
+    rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, groups: Groups | None = None
+) -> torch.Tensor:
+    """Return the weighted sum of the rows [.., D] at ``places`` [T, k], in the order of slots, by
+    ``groups`` where there are some, and in the dtype of ``weights`` [T, k]. The last row is zero and
+    belongs to slots without one."""
     weights = weights.masked_fill(places == len(rows) - 1, 0)  # they may be no numbers
+    if groups is not None:
+        tokens = torch.arange(len(places), device=rows.device)
+        leaves = weights.new_zeros((groups.number, len(places), rows.shape[1]))
+        for slot in range(weights.shape[1]):  # addcmul's bits may depend on an element's place
+            terms = rows[places[:, slot]].to(weights.dtype) * weights[:, slot : slot + 1]
+            leaves[groups.of[:, slot], tokens] += terms
+        return tree_sum([*leaves.to(groups.partial)]).to(weights.dtype)
     total = rows[places[:, 0]].to(weights.dtype) * weights[:, :1]
     for slot in range(1, weights.shape[1]):
         total.addcmul_(rows[places[:, slot]].to(weights.dtype), weights[:, slot : slot + 1])
@@ -82,26 +132,41 @@ def return_by_rank(
 
 
 def add_ranks(
-    routing: Routing, back: Sequence[torch.Tensor], like: torch.Tensor, dtype: torch.dtype
+    call: Call, routing: Routing, back: Sequence[torch.Tensor], total: torch.Tensor
 ) -> torch.Tensor:
-    """Return the sum, in ``dtype``, of the rows that returned from each rank, one row for each row
-    of ``like``."""
-    total = torch.zeros_like(like, dtype=dtype)
-    for which, part in zip(torch.split(routing.outgoing, routing.tokens_to), back, strict=True):
-        total[which] += part  # no token returns twice from one rank
-    return total
+    """Return ``total``, which is zeros, plus the rows that returned from each rank."""
+    which = torch.split(routing.outgoing, routing.tokens_to)
+    return add_at(call, zip(which, back, strict=True), total)
+
+
+def add_at(
+    call: Call, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], total: torch.Tensor
+) -> torch.Tensor:
+    """Return ``total``, which is zeros, plus parts in order, each some rows, of which no two are the
+    same, and what is added to them. Invariant sums are added by the tree."""
+    partial, terms = partial_of(call), []
+    for which, rows in parts:
+        if partial is None:
+            total[which] += rows
+        else:
+            terms.append(torch.zeros_like(total, dtype=partial))
+            terms[-1][which] = rows.to(partial)
+    return total if partial is None else tree_sum(terms).to(total.dtype)
 
 
 def sum_by_token(
-    routing: Routing, rows: torch.Tensor, weights: torch.Tensor | None = None
+    routing: Routing,
+    rows: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    groups: Groups | None = None,
 ) -> torch.Tensor:
-    """Return the sum of each token's rows here, in the order of its slots; the last row belongs to
-    no token. ``weights`` [tokens, k] of the tokens that came here."""
+    """Return the sum of each token's rows here, in the order of its slots, or by ``groups``; the last
+    row belongs to no token. ``weights`` [tokens, k] of the tokens that came here."""
     count = len(rows) - 1
     places = routing.row_token.new_full((sum(routing.tokens_from), routing.top_k), count)
     places[routing.row_token, routing.row_slot] = torch.arange(count, device=rows.device)
     if weights is not None:
-        return weighted_sums(rows, places, weights)
+        return weighted_sums(rows, places, weights, groups)
     total = rows[places[:, 0]]
     for slot in range(1, routing.top_k):
         total += rows[places[:, slot]]

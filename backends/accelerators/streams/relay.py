@@ -4,8 +4,8 @@ A token crosses once to each other node that wants it, to the rank in the place 
 rows; that rank passes each chunk on as it arrives, to those of its neighbours that want its tokens. On
 the way home a node's results of a token go to the same rank, which weights and adds them, in the order
 of slots (or sums of ranks, in the order of ranks), rounds the sum, and sends it home; there the sums of
-nodes are added in their order. Every rank derives all sizes from the ids of all ranks, which travel by
-the same ways.
+nodes are added in their order. A node's part of an invariant sum is a whole subtree. Every rank derives
+all sizes from the ids of all ranks, which travel by the same ways.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ import torch
 
 from mkernel.backends.accelerators.streams.call_streams import CallStreams, Message, Sent
 from mkernel.backends.accelerators.streams.exchange import Arrivals, exchange
-from mkernel.backends.accelerators.streams.moe_travel import landing, weighted_sums
+from mkernel.backends.accelerators.streams.moe_travel import (
+    add_at,
+    groups_of,
+    landing,
+    weighted_sums,
+)
 from mkernel.backends.accelerators.streams.routing import Relays, Routing
 from mkernel.backends.accelerators.streams.schedule import HomeSchedule, RelayedSchedule
 from mkernel.backends.contracts.accelerator import Call
@@ -186,7 +191,8 @@ def return_by_slot(
     _exchange(call, streams, packed, parts, "node")
     streams.finish()
     with streams.compute():
-        sums = weighted_sums(rows, tables.places, theirs)
+        groups = groups_of(call, tables.ids, node, call.plan.nodes)
+        sums = weighted_sums(rows, tables.places, theirs, groups)
     return _home(call, streams, tables, sums, len(weights))
 
 
@@ -214,9 +220,8 @@ def return_by_rank(
     _exchange(call, streams, packed, parts, "node")
     streams.finish()
     with streams.compute():
-        sums = weights.new_zeros((len(tables.places), of_tokens.shape[1]))
-        for index, part in zip(which, parts, strict=True):
-            sums[index] += part  # no token has two rows of a rank
+        zeros = weights.new_zeros((len(tables.places), of_tokens.shape[1]))
+        sums = add_at(call, zip(which, parts, strict=True), zeros)
     return _home(call, streams, tables, sums, len(weights))
 
 
@@ -258,7 +263,6 @@ def _home(
     _exchange(call, streams, leaving, home, "place")
     streams.finish()
     with streams.compute():
-        total = sums.new_zeros((tokens, sums.shape[1]))
-        for one, which in enumerate(tables.across):
-            total[which] += own if one == node else home[one]  # a token has one row of a node
-    return total
+        home[node] = own
+        parts = zip(tables.across, home, strict=True)
+        return add_at(call, parts, sums.new_zeros((tokens, sums.shape[1])))

@@ -118,6 +118,7 @@ class Relays:
         many: for each rank of the world, how many of its tokens this node wants.
         results: output rows in the order in which they go to the ranks of this node that relay them:
             by that rank, then node, token and slot; ``results_to``: their number to each.
+        ids: [packed tokens, slots] their experts.
         places: [packed tokens, slots] the row among those that come from this node's ranks, or one past
             their end; ``results_from``: their number from each rank.
     """
@@ -130,6 +131,7 @@ class Relays:
     many: list[int]
     results: torch.Tensor
     results_to: list[int]
+    ids: torch.Tensor
     places: torch.Tensor
     results_from: list[int]
 
@@ -178,6 +180,7 @@ def relays(ids: torch.Tensor, rank: int, each: int, experts: int, routing: Routi
         many=many,
         results=results,
         results_to=results_to,
+        ids=ids[place::each][ours],
         places=_inverse(order).view(home.shape).clamp_(max=sum(results_from)),
         results_from=results_from,
     )

@@ -64,7 +64,11 @@ def _invariant_products(call: Call, invariant: Invariant) -> Callable[[Rows, tor
     if call.plan.scales is not None:
         b = dequantised(b, call.tensors["b_scale"])
     own = invariant.segments // call.plan.world_size if summed else 1
-    factor = InvariantFactor(b, own, invariant.partial_dtype or "float32")
+    return _of_rows(InvariantFactor(b, own, invariant.partial_dtype or "float32"))
+
+
+def _of_rows(factor: InvariantFactor) -> Callable[[Rows, torch.Tensor], None]:
+    """Return the function that multiplies rows, times their scales, by a matrix."""
     return lambda rows, out: factor.product(
         rows.values if rows.scale is None else dequantised(rows.values, rows.scale), out
     )
@@ -101,6 +105,10 @@ def expert_factor(
 ) -> Callable[[Rows, torch.Tensor], None]:
     """Return a function that fills ``out`` with rows @ an expert's weight, the tensor of that name."""
     w, scales = call.tensors[weight][expert], call.plan.scales
+    if call.plan.invariant is not None:
+        if scales is not None:
+            w = dequantised(w, call.tensors[f"{weight}_scale"][expert])
+        return _of_rows(InvariantFactor(w))
     if scales is None:
         factor = Factor(w, out_dtype)
         return lambda rows, out: factor.product(rows.values, out)

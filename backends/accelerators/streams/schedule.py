@@ -13,6 +13,7 @@ from mkernel.backends.accelerators.streams.device import DeviceName, scaled_mm, 
 from mkernel.errors import ArgumentError, Unsupported
 from mkernel.plan.arguments import scale_sizes
 from mkernel.plan.capabilities import AcceleratorCapabilities
+from mkernel.plan.invariance import Invariant
 from mkernel.plan.model import (
     DTYPE_BYTES,
     AttentionShape,
@@ -21,6 +22,7 @@ from mkernel.plan.model import (
     DispatchShape,
     DtypeName,
     GemmCombineShape,
+    GemmShape,
     KeysTravel,
     LaunchPlan,
     MoeShape,
@@ -29,6 +31,7 @@ from mkernel.plan.model import (
     Schedule,
     rows_of_a_rank,
 )
+from mkernel.plan.ops import forward
 from mkernel.plan.paths import partials_of_experts
 from mkernel.plan.pipeline import Exchange, Pipeline, Returns, Runs
 from mkernel.plan.predict import messages_us, payloads, predict
@@ -320,7 +323,9 @@ def _relaying(plan: CommonPart, exchange: Exchange) -> dict[str, Any]:
     """Return the fields of an op's :class:`RelayedSchedule` that the exchange decides."""
     shape, crosses = plan.shape, exchange == "hierarchical"
     node_sums: DtypeName | None = None
-    if crosses and isinstance(shape, CombineShape):
+    if crosses and plan.invariant is not None and isinstance(shape, CombineShape):
+        node_sums = plan.invariant.partial_dtype
+    elif crosses and isinstance(shape, CombineShape):
         elements = shape.tokens * shape.features
         node_sums = partials_of_experts(elements, plan.out_dtype, plan.sums)
     elif crosses and isinstance(shape, GemmCombineShape):
@@ -344,13 +349,15 @@ def _scaled_products(
 
 def _grouped(plan: CommonPart, results: DtypeName, device: str) -> bool:
     """Return whether torch has one product for all experts' rows, with float32 sums: operands and
-    results must have one dtype, and their rows multiples of 16 bytes."""
+    results must have one dtype, and their rows multiples of 16 bytes. It may choose by rows, so
+    invariant results do without."""
     shape = plan.shape
     assert isinstance(shape, MoeShape | GemmCombineShape)
     some: dict[str, tuple[DtypeName, ...]] = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
     rows = (width * DTYPE_BYTES[plan.dtype] for width in (shape.hidden, shape.features))
     packed = all(nbytes % 16 == 0 for nbytes in rows)
-    return plan.dtype == results and plan.dtype in some.get(device, ()) and packed
+    known = plan.dtype == results and plan.dtype in some.get(device, ())
+    return known and packed and plan.invariant is None
 
 
 def _gathering(
@@ -450,6 +457,20 @@ def _legal(how: StreamsSchedule, field: str, legal: bool, expected: str) -> None
 
 _ALIGNMENT = 256
 GEMMS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+INVARIANT = tuple(op for op in _SCHEDULES if not op.startswith("ring_attention"))
+"""Ops that keep the promise of invariant results."""
+
+
+def depths(plan: CommonPart, invariant: Invariant) -> tuple[int, ...]:
+    """Return the K of each kind of product of invariant results."""
+    shape, backward = plan.shape, forward(plan.op) != plan.op
+    if isinstance(shape, GemmShape):
+        return (shape.k // max(1, invariant.segments // plan.world_size),)
+    if isinstance(shape, MoeShape):
+        return (shape.features if backward else shape.hidden,)
+    if isinstance(shape, GemmCombineShape):
+        return (shape.hidden if backward else shape.features,)
+    return ()
 
 
 _Wanted = dict[str, tuple[int, int, DtypeName]]
