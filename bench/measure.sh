@@ -24,7 +24,9 @@
 #   experts_nodes  the same between nodes, beside a dispatch by the host's puts: no library takes the NIC
 #                                                            hopper_moe_*_nodes_*_2.json
 #   tiles    products by every tiling                         tile_menu.json
-#   invariant  which instructions and library products add alike  invariant_instructions.json
+#   invariant  which instructions and library products add alike, and what invariant results cost by as many segments
+#            as GPUs and by 8, beside the unfused way, as CUDA graphs
+#                       invariant_instructions.json, hopper_invariant_{targets,layers}_{2,8}_2.json, ..._all_reduce_2.json
 #   fp8      e4m3 operands with scales by rows, as CUDA graphs  hopper_fp8_2.json
 #   fp8_more the same all-reduced, by tensors, by blocks     hopper_fp8_2_{all_reduce,tensor,block}.json
 #   attention  ring attention beside peers, forward and backward, and between two nodes
@@ -233,7 +235,19 @@ for part in "$@"; do
         run python bench/tile_menu.py "$results/tile_menu.json" 60 64 64
         run python bench/tile_menu.py "$results/tile_menu_unaligned.json"
         ;;
-    invariant) run python bench/invariant_instructions.py "$results/invariant_instructions.json" ;;
+    invariant)
+        run python bench/invariant_instructions.py "$results/invariant_instructions.json"
+        # The best way without the promise is one of three. AllGather+GEMM has one segment, however many are asked for.
+        for segments in 2 8; do
+            sums=gemm_rs,gemm_ar && [ $segments = 8 ] || sums=ag_gemm,$sums
+            for list in targets layers; do
+                bench "hopper_invariant_${list}_${segments}_${card}2" $sums "${layers[@]}" --shapes $list \
+                    --mode graph --iterations 3 --warmup 1 --invariant $segments --peers mkernel-fused,mkernel-library
+            done
+        done
+        bench "hopper_invariant_all_reduce_${card}2" all_reduce "${layers[@]}" --shapes bench/sums_two_ranks.json \
+            --mode graph --iterations 3 --warmup 1 --invariant 2 --peers none
+        ;;
     fp8) # by rows
         bench hopper_fp8_2 ag_gemm,gemm_rs "${fp8[@]}" --scales row "${peers[@]}"
         ;;

@@ -34,6 +34,7 @@ from mkernel.harness.spec import GEMMS, MODES, Benched, BenchSpec, Mode, sized_l
 from mkernel.launch import check_ranks
 from mkernel.ops.validate import DTYPES
 from mkernel.plan import ops
+from mkernel.plan.invariance import Invariant, PartialName
 from mkernel.plan.model import E4M3, DtypeName, ScaleMode
 from mkernel.selection import chosen_accelerator, real_devices
 from mkernel.settings import check_timeout
@@ -158,6 +159,14 @@ def command(
             help="Give MoE a capacity: nothing waits for the host, and graphs capture it.",
         ),
     ] = False,
+    invariant: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SEGMENTS[:DTYPE]",
+            help="Time invariant results, too, by sums of so many segments with partial sums in that "
+            "dtype, beside an invariant product and a tree of sums, which nothing fuses.",
+        ),
+    ] = None,
     norm: Annotated[
         bool,
         typer.Option("--norm", help="Time all_reduce and gemm_ar with a residual and RMSNorm."),
@@ -269,6 +278,7 @@ def command(
     devices = len(real_devices(registry.accelerator(chosen)))
     ranks = ranks or _usual_ranks(devices, nodes)
     _check_ranks(nodes, ranks)
+    promise = _invariant(invariant)
     usual = (NODES if (nodes, ranks) == (2, 2) else TARGETS) if devices else SMALL
     listed = shapes_ or (usual if set(names) & set(GEMMS) else "as mkernel run")
     spec = BenchSpec(
@@ -277,7 +287,7 @@ def command(
         else shapes(shapes_, names, ranks, usual),
         source="random" if random else listed,
         modes=_modes(mode, launches),
-        contenders=contenders.chosen(_peers(peers), not only_peers),
+        contenders=contenders.chosen(_peers(peers), not only_peers, promise is not None),
         dtype=dtype or ("bfloat16" if devices else "float32"),
         layout=lies,
         scales=mode_of_scales,
@@ -285,6 +295,7 @@ def command(
         capacity=capacity,
         fast_accum=fast_accum,
         norm=_norm(norm, names),
+        invariant=promise,
         warmup=warmup,
         iterations=iterations or (_ITERATIONS if devices else _CPU_ITERATIONS),
         seed=seed,
@@ -320,6 +331,8 @@ def command(
     said = said if brief else conditions.sentences(outcome)
     for line in (bench_report.legend(brief=brief), *said):
         console.print(line, style="dim")
+    for line in bench_report.promise(outcome):
+        console.print(line)
     console.print(bench_report.verdict(outcome))
     raise typer.Exit(0 if outcome.passed else 1)
 
@@ -500,6 +513,15 @@ def _norm(wanted: bool, names: Sequence[Benched]) -> bool:
     if wanted and not {"all_reduce", "gemm_all_reduce"}.intersection(names):
         raise ArgumentError("--norm", wanted, "nothing, or all_reduce or gemm_ar beside it")
     return wanted
+
+
+def _invariant(text: str | None) -> Invariant | None:
+    if text is None:
+        return None
+    count, _, name = text.partition(":")
+    if not count.isdecimal():
+        raise ArgumentError("--invariant", repr(text), "SEGMENTS or SEGMENTS:DTYPE")
+    return Invariant(int(count), cast("PartialName | None", name or None))
 
 
 def _peers(text: str | None) -> Sequence[str] | None:

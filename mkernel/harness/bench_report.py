@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable
+
 from rich.text import Text
 
+from mkernel.harness.contenders import OURS, PROMISING
 from mkernel.harness.results import Entry, Report, Row
 from mkernel.harness.spec import GEMMS
 from mkernel.plan.ops import ALIASES
@@ -121,7 +125,10 @@ def inputs(report: Report) -> str:
     scales = report.spec.scales
     fast = ", fast accumulation" if report.spec.fast_accum else ""
     norm = ", sums with residual and norm" if report.spec.norm else ""
-    return report.spec.dtype + (f" with {scales} scales{fast}" if scales else "") + norm
+    sums = report.spec.invariant
+    partial = f" in {sums.partial_dtype}" if sums is not None and sums.partial_dtype else ""
+    promise = f", invariant by {sums.segments} segments{partial}" if sums is not None else ""
+    return report.spec.dtype + (f" with {scales} scales{fast}" if scales else "") + norm + promise
 
 
 def where(report: Report, ranks: str) -> str:
@@ -145,6 +152,52 @@ def nodes(report: Report) -> str:
 
 def _shows_modes(report: Report) -> bool:
     return report.spec.modes != ("kernel",)
+
+
+FEW_ROWS = 512
+"""Below so many rows a bar of invariant results is another one."""
+
+
+def promise(report: Report) -> list[str]:
+    """Say of each op and mode what invariant results cost: our time over that of our fastest way
+    without them, and over the unfused way's (geometric means, rows below :data:`FEW_ROWS` apart)."""
+    found = []
+    kinds = dict.fromkeys((row.shape.op, row.mode) for row in report.rows)
+    for op, mode in kinds if report.spec.invariant is not None else ():
+        for few in (False, True):
+            rows = [
+                _medians(row)
+                for row in report.rows
+                if (row.shape.op, row.mode) == (op, mode) and few == _is_few(row)
+            ]
+            over = [_over(each, (n for n in OURS if n not in PROMISING)) for each in rows]
+            ahead = [_over(each, PROMISING[1:]) for each in rows]
+            parts = [
+                f"{statistics.geometric_mean(ratios):.3f} of {what} ({len(ratios)} rows, "
+                f"{min(ratios):.3f} to {max(ratios):.3f})"
+                for what, each in (("our time without", over), ("the unfused way's", ahead))
+                if (ratios := [ratio for ratio in each if ratio is not None])
+            ]
+            if parts:
+                which = f"below {FEW_ROWS} rows" if few else f"from {FEW_ROWS} rows on"
+                found.append(f"{SHORT.get(op, op)}, {mode}, {which}: {'; '.join(parts)}")
+    return found
+
+
+def _is_few(row: Row) -> bool:
+    return row.shape.named_sizes.get("m", FEW_ROWS) < FEW_ROWS
+
+
+def _medians(row: Row) -> dict[str, float]:
+    entries = row.entries.items()
+    return {name: each.figures.median_us for name, each in entries if each.figures is not None}
+
+
+def _over(medians: dict[str, float], others: Iterable[str]) -> float | None:
+    """Return invariant results' time over the least of others'."""
+    least = min((medians[name] for name in others if name in medians), default=None)
+    mine = medians.get(PROMISING[0])
+    return None if least is None or mine is None else mine / least
 
 
 def contenders(report: Report) -> list[str]:

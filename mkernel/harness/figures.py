@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mkernel.harness.clock import skew_us
-from mkernel.harness.contenders import OURS, SEQUENTIAL
+from mkernel.harness.contenders import OURS, PROMISING, SEQUENTIAL
 from mkernel.harness.problem import Kind
 from mkernel.harness.results import Entry, Figures, Row, Timing
 from mkernel.harness.spec import Mode, Shape
@@ -62,7 +62,7 @@ def row(
     peers = {
         name: median
         for name, median in medians.items()
-        if name not in OURS and entries[name].kind == "op"
+        if name not in (*OURS, *PROMISING) and entries[name].kind == "op"
     }
     best = min(peers, key=peers.__getitem__, default=None)
     mine = medians.get("mkernel")

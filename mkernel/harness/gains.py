@@ -17,13 +17,15 @@ from typing import Any, NamedTuple
 
 from mkernel.harness import conditions
 from mkernel.harness.bench_report import inputs
-from mkernel.harness.contenders import OURS
+from mkernel.harness.contenders import OURS, PROMISING
 from mkernel.harness.draws import are_few_rows
 from mkernel.harness.results import Entry, Report, Row, read
 
 WHOLE_MODELS, WHOLE_LAYERS = WHOLE = ("whole_models", "whole_layers")
 """The files of models, which ``bench/whole_models.py`` writes, and of layers of several ops, which a
 script before it wrote."""
+OWN = (*OURS, *PROMISING)
+"""Contenders that are no peers."""
 DRAWN = ANY_DRAWN, FEW_DRAWN = ("random", "random, of few rows")
 """The sources of shapes that were drawn."""
 LIMITS_US = (20.0, 200.0)
@@ -222,13 +224,13 @@ def _gain(report: Report, row: Row, drawn: str | None) -> Gain:
     kind = (
         shape.op, row.mode, spec.launches and row.mode == "kernel", problem, report.accelerator,
         card(report.provenance["hardware"]), report.ranks, report.nodes, report.carrier, spec.dtype,
-        spec.scales, spec.fast_accum, spec.norm, spec.routing,
+        spec.scales, spec.fast_accum, spec.norm, spec.routing, spec.invariant,
     )  # fmt: skip
     mine = row.entries.get("mkernel")
     peers = {
         name: entry.figures.median_us
         for name, entry in row.entries.items()
-        if entry.kind == "op" and name not in OURS and entry.figures is not None
+        if entry.kind == "op" and name not in OWN and entry.figures is not None
     }
     mine_us = mine.figures.median_us if mine is not None and mine.figures is not None else None
     return Gain(kind, shape.op, shape.size, mine_us, peers, _why(row, mine))
@@ -243,7 +245,7 @@ def _why(row: Row, mine: Entry | None) -> str:
     lost = [
         f"{name} {entry.state}: {entry.why}"
         for name, entry in row.entries.items()
-        if entry.kind == "op" and name not in OURS and entry.state in ("wrong", "failed")
+        if entry.kind == "op" and name not in OWN and entry.state in ("wrong", "failed")
     ]
     return "; ".join(lost) or "no peer ran"
 

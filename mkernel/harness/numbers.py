@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mkernel.errors import InputFileError
 from mkernel.harness import conditions, gains, gpu_tests
-from mkernel.harness.bench_report import SHORT, cells, heads, inputs, nodes, where
+from mkernel.harness.bench_report import SHORT, cells, heads, inputs, nodes, promise, where
 from mkernel.harness.gains import Series
 from mkernel.harness.results import Report, Row, read
 
@@ -248,7 +248,7 @@ def _section(path: Path, report: Report, newest: str) -> list[str]:
         f"{inputs(report)}, {layout}accelerator `{report.accelerator}`, "
         f"{report.spec.iterations} iterations, on {on} ({hardware['cpu']}, {hardware['cores']} cores), "
         f"{', '.join(versions)}{drawn}. {source['date']}.",
-        *(f"- {sentence}" for sentence in conditions.sentences(report)),
+        *(f"- {sentence}" for sentence in (*conditions.sentences(report), *promise(report))),
         *(
             [f"- **Not repeated** at `{newest[:12]}`, the newest commit of other results."]
             if source["commit"] != newest

@@ -8,7 +8,7 @@ result that somebody left behind in memory is never the right one.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -69,6 +69,13 @@ class Problem:
     def fast_accum(self) -> bool:
         """Return whether products of e4m3 operands may be added with fewer bits."""
         return bool(self.case.options.get("use_fast_accum", False))
+
+    def without(self, option: str) -> Problem:
+        """Return the problem whose case lacks an option."""
+        if option not in self.case.options:
+            return self
+        kept = {name: each for name, each in self.case.options.items() if name != option}
+        return replace(self, case=self.case.with_(options=kept))
 
     def oracle(self, kind: Kind) -> Oracle:
         """Return the oracle, which makes the inputs of a kind of work and knows its truth."""

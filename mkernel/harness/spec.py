@@ -15,6 +15,7 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.cases import Case, case_of
 from mkernel.cases.moe_layer import OP as MOE_LAYER
 from mkernel.plan.arguments import RESULTS
+from mkernel.plan.invariance import Invariant
 from mkernel.plan.model import DtypeName, OpName, ScaleMode
 from mkernel.plan.shapes import MAX_DIMENSION, size_names
 from mkernel.settings import MAX_TIMEOUT_S, MIN_TIMEOUT_S
@@ -136,6 +137,7 @@ class BenchSpec(Model):
         dtype: of the inputs; of results too, but of e4m3 inputs, whose ``scales`` are named, bfloat16.
         fast_accum: their products may be added with fewer bits (``use_fast_accum``).
         norm: AllReduce and GEMM+AllReduce add a residual and normalise rows (RMSNorm).
+        invariant: the sum of contenders that promise invariant results; None: none takes part.
         timeout_s: of every step of a rank: a contender's construction, a turn, a check.
     """
 
@@ -150,6 +152,7 @@ class BenchSpec(Model):
     capacity: bool = False
     fast_accum: bool = False
     norm: bool = False
+    invariant: Invariant | None = None
     warmup: int = Field(3, ge=1)
     iterations: int = Field(20, ge=1)
     seed: int = Field(0, ge=0)
@@ -159,16 +162,17 @@ class BenchSpec(Model):
     def _options(self, shape: Shape, ranks: int) -> dict[str, Any]:
         """Return the options of the shape's case."""
         norm = {"norm": "residual"} if self.norm else {}
+        promise = {} if self.invariant is None else {"invariant": self.invariant}
         if shape.op == "all_reduce":
-            return norm
+            return norm | promise
         scales = {} if self.scales is None else {"scales": self.scales}
         if not shape.op.startswith("moe"):
             fast = {"use_fast_accum": True} if self.fast_accum else {}
             summed = norm if shape.op == "gemm_all_reduce" else {}
-            return {"replicate_b": False} | scales | fast | summed
+            return {"replicate_b": False} | scales | fast | summed | promise
         rows = shape.sizes["tokens"] * shape.sizes["top_k"]
         most = rows * ranks if self.routing == "zipf" else rows * 5 // 4 + SPARE_ROWS
-        found: dict[str, Any] = {"routing": self.routing} | scales
+        found: dict[str, Any] = {"routing": self.routing} | scales | promise
         return found | {"capacity": min(most, rows * ranks)} if self.capacity else found
 
     def _results(self, op: str) -> DtypeName:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from command_line import Done, mkernel
 
+from mkernel import Invariant
 from mkernel.harness import results
-from mkernel.harness.contenders import NO_ROUNDING
+from mkernel.harness.contenders import NO_ROUNDING, PROMISING
 from mkernel.harness.spec import GEMMS
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -251,6 +252,37 @@ def test_sums_with_a_residual_and_a_norm(tmp_path: Path) -> None:
     refused = bench("ag_gemm", "--norm")
     assert refused.returncode == 2
     assert "all_reduce or gemm_ar beside it" in refused.stderr
+
+
+def test_what_invariant_results_cost(tmp_path: Path) -> None:
+    """Ours with the promise, ours without it and the unfused way take turns. A K that segments do not
+    cut is refused to ours with the promise alone. A wrong argument starts nothing."""
+    shapes, file = tmp_path / "in.json", tmp_path / "x.json"
+    sizes = {"m": 64, "n": 32, "k": 64}
+    listed = [{"op": op, **sizes} for op in GEMMS]
+    listed += [{"op": GEMMS[0], **sizes, "m": 512}, {"op": GEMMS[1], **sizes, "k": 24}]
+    listed.append({"op": "all_reduce", "sizes": {"m": 64, "n": 32}})
+    shapes.write_text(json.dumps({"shapes": listed}))
+    done = bench(f"{GEMMS_BY_ALIAS},all_reduce", "--ranks", "2", "--accelerator", "streams",
+                 "--shapes", str(shapes), "--iterations", "2", "--warmup", "1", "--dtype", "bfloat16",
+                 "--invariant", "4:float32", "--json", str(file))  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    report = results.read(file)
+    assert report is not None
+    assert report.spec.invariant == Invariant(4, "float32")
+    for row in report.rows:
+        for name in ("mkernel", *PROMISING):
+            refused = row.shape.k == 24 and name == "mkernel-invariant"
+            entry = row.entries[name]
+            assert entry.state == ("absent" if refused else "right"), (row.shape, name, entry.why)
+        assert row.best_peer is None
+    page = bench("--render", str(tmp_path)).stdout
+    for text in (done.stdout, page):
+        assert "bfloat16, invariant by 4 segments in float32" in text
+        for rows in ("below 512 rows", "from 512 rows on"):
+            assert f"ag_gemm, kernel, {rows}: " in text
+        assert "of the unfused way's" in text
+    assert bench("ag_gemm", "--invariant", "3").returncode == 2
 
 
 def test_sums_of_scaled_products_with_a_norm(tmp_path: Path) -> None:

@@ -52,13 +52,15 @@ class Contender(ABC):
     cpu: ClassVar[bool] = True
     library: ClassVar[bool] = False
     kind: ClassVar[Kind] = "op"
+    promises: ClassVar[bool] = False
+    """Whether it makes the invariant results of the case's option; others' case has none."""
     most_kept: ClassVar[int] = LOOP_CALLS
     """Results of a loop that may be alive at once."""
     shares_outputs = False
     """Calls of a turn share memory for their outputs, so that what :meth:`place` put there is lost."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        self.problem = problem if self.promises else problem.without("invariant")
         self.op = problem.op
         self.fast = problem.fast_accum
 
@@ -170,6 +172,7 @@ _CLASSES = {
     "mkernel-parts": "own:MkernelParts",
     "mkernel-halves": "own:MkernelHalves",
     "mkernel-sequential": "own:MkernelSequential",
+    "mkernel-invariant": "own:MkernelInvariant",
     "nccl+cublas": "library:NcclCublas",
     "gloo+matmul": "library:GlooMatmul",
     "nccl-windows": "nccl_windows:NcclWindows",
@@ -196,11 +199,12 @@ ALWAYS = ("gemm", "comm", "copy")
 """The parts alone, which give T_c and T_m."""
 OURS = (
     "mkernel", "mkernel-symmetric", "mkernel-allocating", "mkernel-fused", "mkernel-library",
-    "mkernel-parts", "mkernel-halves", "mkernel-sequential",
+    "mkernel-parts", "mkernel-halves", "mkernel-sequential", "mkernel-invariant",
 )  # fmt: skip
-_BY_NAME = ("invariant-unfused",)
+PROMISING = ("mkernel-invariant", "invariant-unfused")
+"""Contenders of invariant results, ours first; no peers of what promises none."""
 PEERS = (
-    *(name for name in NAMES if name not in (*OURS, *ALWAYS, *_BY_NAME)),
+    *(name for name in NAMES if name not in (*OURS, *ALWAYS, *PROMISING)),
     "mkernel-sequential",
 )
 """The contenders that take part unless others are named. One with a promise of its own does so by name
@@ -223,10 +227,14 @@ def named(name: str) -> type[Contender]:
     return found
 
 
-def chosen(peers: Sequence[str] | None, with_mkernel: bool) -> tuple[str, ...]:
-    """Return the contenders of a run in their order: mkernel, the peers (default: all), the parts."""
-    wanted = PEERS if peers is None else tuple(peers)
+def chosen(
+    peers: Sequence[str] | None, with_mkernel: bool, invariant: bool = False
+) -> tuple[str, ...]:
+    """Return the contenders of a run in their order: mkernel, those of invariant results where it has
+    them, the peers (default: all; beside invariant results none), the parts."""
+    wanted = (() if invariant else PEERS) if peers is None else tuple(peers)
     for name in wanted:
         named(name)
     first = ("mkernel",) if with_mkernel else ()
-    return tuple(dict.fromkeys((*first, *wanted, *ALWAYS)))
+    promising = PROMISING[not with_mkernel :] if invariant else ()
+    return tuple(dict.fromkeys((*first, *promising, *wanted, *ALWAYS)))

@@ -57,6 +57,7 @@ class Unfused(Contender):
     """The peer of invariant results."""
 
     name = "invariant-unfused"
+    promises = True
     ops, ops_text = (*GEMMS, "all_reduce"), "for the GEMM ops and AllReduce only"
     library = True
 

@@ -43,8 +43,10 @@ class Mkernel(Contender):
         self._causal = bool(problem.case.sizes.get("causal"))
         self._group = group_name(None)
         self._normed = has_norm(problem)
-        case: Any = problem.case
+        case: Any = self.problem.case
         self._eps: float = case.eps if self._normed else 0.0
+        sums = {} if case.invariant is None else {"invariant": case.invariant}
+        self._promise: dict[str, Any] = sums
 
     @classmethod
     def way(cls, problem: Problem) -> str:
@@ -121,14 +123,14 @@ class Mkernel(Contender):
 
     def _summed(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         if not self._normed:
-            return {"out": mkernel.all_reduce(inputs["x"], out=outputs["out"])}
+            return {"out": mkernel.all_reduce(inputs["x"], out=outputs["out"], **self._promise)}
         given: dict[str, Any] = {
             "residual": inputs["residual"],
             "norm_weight": inputs["norm_weight"],
         }
         given |= {"eps": self._eps, "out": outputs.get("out")}
         if self._gemm is None:
-            out, new = mkernel.all_reduce(inputs["x"], **given)
+            out, new = mkernel.all_reduce(inputs["x"], **given, **self._promise)
         else:
             out, new = self._multiplied(inputs, **given)
         return {"out": out, "residual_out": new}
@@ -136,8 +138,8 @@ class Mkernel(Contender):
     def _multiplied(self, inputs: Inputs, **options: Any) -> Any:
         """Call the GEMM op."""
         assert self._gemm is not None
-        scales = {name: inputs[name] for name in _SCALES if name in inputs}
-        return self._gemm(inputs["a"], inputs["b"], use_fast_accum=self.fast, **scales, **options)
+        options |= {name: inputs[name] for name in _SCALES if name in inputs} | self._promise
+        return self._gemm(inputs["a"], inputs["b"], use_fast_accum=self.fast, **options)
 
     def _attended(self, inputs: Inputs) -> Tensors:
         out, lse = mkernel.ring_attention(
@@ -286,6 +288,20 @@ class MkernelHalves(MkernelParts):
 
     name = "mkernel-halves"
     parts = 2
+
+
+class MkernelInvariant(Mkernel):
+    """The op with the promise of invariant results that the case names."""
+
+    name = "mkernel-invariant"
+    promises = True
+
+    @classmethod
+    def unusable(cls, problem: Problem) -> str | None:
+        if "invariant" not in problem.case.options:
+            return "the run asks for no invariant results: --invariant"
+        promised = problem.op in mkernel.capabilities().invariant_ops
+        return None if promised else "the accelerator does not promise it"
 
 
 class MkernelSequential(Mkernel):
