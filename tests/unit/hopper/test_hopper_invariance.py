@@ -93,6 +93,10 @@ class SegmentsFabric(Fabric):
     Tiling = SimpleNamespace(**{name: name for name in ("wide", "medium", "narrow", "promoted")})
     Scaling = SimpleNamespace(none="none", single="single", by_rows="by_rows")
 
+    def __init__(self, world: int) -> None:
+        super().__init__(world)
+        self.launches: list[int] = []
+
     def DeviceWorld(self, workspaces: list[int], *how: Any) -> int:
         return how[0] if len(workspaces) == self.world else -1
 
@@ -101,8 +105,9 @@ class SegmentsFabric(Fabric):
         assert not how.pop("blocks")
         return Told(rank, staging_bytes, **how)
 
-    def AllGatherSchedule(self, rows: int, chunk: int) -> tuple[int, int]:
-        return rows, chunk
+    def AllGatherSchedule(self, rows: int, chunk: int, segments: int) -> tuple[int, int]:
+        assert rows == chunk
+        return rows, segments
 
     def Product(self, **sizes: Any) -> Any:
         return SimpleNamespace(of=lambda tensors: SimpleNamespace(tensors=tensors, **sizes))
@@ -115,10 +120,13 @@ class SegmentsFabric(Fabric):
         self, device: int, world: int, product: Any, rows: tuple[int, int], waits: bool, stream: int
     ) -> None:
         assert (world == -1 or self.world == 1, waits, stream) == (True, False, STREAM)
-        t, (m, _), n, k = product.tensors, rows, product.n, product.k
+        t, (m, parts), n, k = product.tensors, rows, product.n, product.k
+        assert parts == 1 or k % (64 * parts) == 0
+        self.launches.append(parts)
         a = matrix(t.a, m, k, t.a_pitch or k)
         b = matrix(t.b, k, n, t.b_pitch) if product.n_major else matrix(t.b, n, k, t.b_pitch).t()
-        found = (a.float() @ b.float()).bfloat16()
+        each = zip(a.float().chunk(parts, 1), b.float().chunk(parts), strict=True)
+        found = torch.stack([one @ other for one, other in each]).bfloat16()
         ctypes.memmove(t.out, found.data_ptr(), found.nbytes)
 
     def sum_parts(
@@ -197,4 +205,6 @@ def test_segments_are_added_by_the_tree(
     expected = (tree_sum(leaves).float() + bias.float()).bfloat16()
     found = torch.cat(outs) if scatters else outs[0]
     assert torch.equal(found, expected)
+    each = count // world if step % 64 == 0 else 1
+    assert fabric.launches == [each] * (count // each)
     assert all(torch.equal(each, outs[0]) for each in outs) or scatters

@@ -1,11 +1,11 @@
 """Invariant results of GEMM+ReduceScatter and GEMM+AllReduce on one rank, by parts.
 
 Data flow of a call:
-  a, b, segment by segment ──the kernel of AllGather+GEMM, in a world of one rank──▶ leaves, rounded
+  a, b ──the kernel of AllGather+GEMM, in a world of one rank──▶ leaves, rounded
   leaves ──one kernel, by the tree of ``mkernel/plan/invariance.py``──▶ this rank's root
   roots  ──a collective that adds by the tree in the order of ranks, + bias──▶ out; a norm behind it
-Every product takes a segment of K in one order, by instructions that add alike. One rank
-alone adds its leaves into ``out``.
+Every product takes a segment of K in one order, by instructions that add alike; one launch computes
+all of them where they are whole steps of the kernel. One rank alone adds its leaves into ``out``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.errors import ArgumentError
 from mkernel.plan.invariance import segments_of
-from mkernel.plan.model import LaunchPlan
+from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
 
 _MOST_TERMS = 16
 """The most terms that one kernel adds; as kMaxRanks of device/network.cuh."""
+_STEP_BYTES = 128
+"""Of a row, in a step of K of the kernel (tile/block.cuh)."""
 
 
 class SegmentsExecutor:
@@ -47,8 +49,9 @@ class SegmentsExecutor:
         how = plan.part(SegmentsSchedule)
         self._plan, self._context, self._how = plan, context, how
         self._segments = _segments(plan)
-        first, end = self._segments[0]
-        self._product = product_of(plan, how, how.tiling, k=end - first)
+        each, nbytes = self._segments[0][1], DTYPE_BYTES[plan.dtype]
+        self._launched = len(self._segments) if each * nbytes % _STEP_BYTES == 0 else 1
+        self._product = product_of(plan, how, how.tiling, k=each * self._launched)
         self._together = made.Collective(
             device_world(call, context),
             _staging(plan),
@@ -95,13 +98,12 @@ class SegmentsExecutor:
         alone = made.DeviceWorld(
             [call.workspace], 0, self._context.control, call.timeout_s, call_id(call)
         )
-        rows = made.AllGatherSchedule(shape.m, shape.m)
+        rows = made.AllGatherSchedule(shape.m, shape.m, segments=self._launched)
         leaves = operands.out.new_empty((len(self._segments), shape.m, shape.n))
-        for (first, end), leaf in zip(self._segments, leaves, strict=True):
-            each = operands._replace(
-                a=operands.a[:, first:end], b=operands.b[first:end], out=leaf, bias=None
-            )
-            product = self._product.of(each.tensors())
+        for at in range(0, len(leaves), self._launched):
+            k = slice(self._segments[at][0], self._segments[at + self._launched - 1][1])
+            some = operands._replace(a=operands.a[:, k], b=operands.b[k], out=leaves[at], bias=None)
+            product = self._product.of(some.tensors())
             made.all_gather_gemm(device, alone, product, rows, False, stream)
         return list(leaves)
 

@@ -374,11 +374,11 @@ def segments(request: ScheduleRequest, processors: int) -> SegmentsSchedule:
     promoted = plan.scales is not None and not plan.scales.use_fast_accum
     way: Way | None = "one_shot" if plan.op == "gemm_all_reduce" else None
     nbytes = shape.m * shape.n * DTYPE_BYTES[plan.out_dtype]
-    of_rank = ELEMENT_BYTES * plan.invariant.segments // plan.world_size
-    k = _up(shape.k * DTYPE_BYTES[plan.dtype], of_rank)
+    of_rank = plan.invariant.segments // plan.world_size
+    k = _up(shape.k * DTYPE_BYTES[plan.dtype], ELEMENT_BYTES * of_rank)
     one = plan.world_size > 1 and (way is None or _MACHINE.in_one(nbytes, plan.world_size))
     return SegmentsSchedule(
-        tiling="promoted" if promoted else tiling(shape.m, 1, shape.n, k, processors),
+        tiling="promoted" if promoted else tiling(shape.m, of_rank, shape.n, k, processors),
         blocks=processors,
         band=BAND,
         by_mail=one and library_tuning.by_mail(plan, plan.out_dtype, way, request.constants),

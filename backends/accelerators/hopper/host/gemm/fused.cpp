@@ -241,6 +241,13 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
                                     "; expected packed rows: they travel to " +
                                     std::to_string(ranks - 1) + " other ranks");
     }
+    const int step = kTileDepth * static_cast<int>(kElementBytes) / operand_bytes(product.scaling);
+    if (schedule.segments > 1 && (ranks > 1 || product.k % (schedule.segments * step) != 0)) {
+        throw std::invalid_argument(
+            std::to_string(schedule.segments) + " segments of k = " + std::to_string(product.k) +
+            " on " + std::to_string(ranks) + " ranks; expected one rank, and a multiple of " +
+            std::to_string(step) + " in each");
+    }
     args.own = boxes_of_rows(tensors.a, schedule.rows, schedule.rows, product, tensors.a_pitch);
     args.gathered = args.own;
     if (ranks > 1) {
@@ -249,7 +256,8 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
                           ranks * schedule.rows, schedule.rows, product);
     }
     args.b = boxes_of_b(product);
-    args.out = map_of_layers(tensors.out, ranks, schedule.rows, product.n, product.half);
+    args.out = map_of_layers(tensors.out, ranks * schedule.segments, schedule.rows, product.n,
+                             product.half);
     args.bias = reinterpret_cast<const void*>(tensors.bias);
     if (product.scaling != Scaling::none) {
         check_one_node(args.workspace);
@@ -265,6 +273,7 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
     args.chunk_rows = schedule.chunk_rows;
     args.chunks = schedule.count();
     args.slices = schedule.slices;
+    args.segments = schedule.segments;
     args.rows_to_push = reinterpret_cast<const char*>(tensors.a);
     args.push_blocks = schedule.push_blocks;
     args.rails = rails_of(args.workspace, schedule.hierarchical);

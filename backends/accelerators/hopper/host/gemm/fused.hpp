@@ -62,13 +62,15 @@ Boxes boxes_of_b(const Product& product);
 // shorter: by the first `push_blocks` blocks of the kernel (whole clusters), or by push_rows where that is 0,
 // and there to the last peer in `slices` of K, which tiles begin with one by one. Slices are for one
 // chunk, and not for blocks.
-// `hierarchical`: between nodes, once to each other node (device/rails.cuh).
+// `hierarchical`: between nodes, once to each other node (device/rails.cuh). `segments`: one rank's equal
+// parts of K, whole steps each, whose products lie behind one another in `out`.
 struct AllGatherSchedule {
     int rows;
     int chunk_rows;
     int push_blocks = 0;
     int slices = 1;
     bool hierarchical = false;
+    int segments = 1;
 
     [[nodiscard]] int count() const { return (rows + chunk_rows - 1) / chunk_rows; }
     [[nodiscard]] int flags() const { return count() * slices; }  // of one rank

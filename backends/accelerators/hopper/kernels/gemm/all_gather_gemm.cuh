@@ -43,7 +43,7 @@ struct AllGatherGemmArgs {
     Boxes own;       // a [rows, K]
     Boxes gathered;  // [W * rows, K] in the workspace; the own rows are never read there
     Boxes b;
-    CUtensorMap out;   // [W, rows, N]
+    CUtensorMap out;   // [W, rows, N]; of segments [segments, rows, N]
     const void* bias;  // [N], of the element type; or null
     OperandScales scales;
     Workspace workspace;
@@ -52,6 +52,7 @@ struct AllGatherGemmArgs {
     int rows, n, k;
     int chunk_rows, chunks;    // of one rank's rows; chunks 0: wait for nothing
     int slices;                // of K, each with a flag; 1 where blocks push
+    int segments;              // of K, whole steps each, with sums of their own; 1 where W > 1
     const char* rows_to_push;  // a, where blocks push; multiples of 16 bytes
     int push_blocks;           // of a whole number of clusters; 0: the copy engine does it
     Rails rails;

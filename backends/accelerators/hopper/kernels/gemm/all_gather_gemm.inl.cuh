@@ -16,14 +16,15 @@ namespace mkernel::hopper {
 
 struct GatheredTile {
     int shard;
-    int row;  // within it
+    int segment;
+    int row;  // within the shard
     int column;
 };
 
 // Calls body(GatheredTile) for each of this block's tiles, in order.
 template <class C, class Body>
 __device__ __forceinline__ void for_each_tile(const AllGatherGemmArgs& args, Body&& body) {
-    const int tiles = args.raster.tiles() * args.workspace.world;
+    const int tiles = args.raster.tiles() * args.workspace.world * args.segments;
     const int clusters = (static_cast<int>(gridDim.x) - args.push_blocks) / C::kCluster;
     const int block = static_cast<int>(blockIdx.x) % C::kCluster;
     for (int index = (static_cast<int>(blockIdx.x) - args.push_blocks) / C::kCluster; index < tiles;
@@ -33,7 +34,8 @@ __device__ __forceinline__ void for_each_tile(const AllGatherGemmArgs& args, Bod
         int column = 0;
         args.raster.at(index - step * args.raster.tiles(), cluster_row, column);
         body(GatheredTile{(args.workspace.rank + step) % args.workspace.world,
-                          (cluster_row * C::kCluster + block) * kTileM, column * C::kTileN});
+                          step / args.workspace.world, (cluster_row * C::kCluster + block) * kTileM,
+                          column * C::kTileN});
     }
 }
 
@@ -205,7 +207,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const std::uint64_t epoch = args.workspace.world > 1 ? args.workspace.control().state.epoch : 0;
     constexpr int kStep = kStepK<In>;
     constexpr bool kScaled = sizeof(In) == 1;
-    const int steps = (args.k + kStep - 1) / kStep;
+    const int steps = (args.k + kStep - 1) / kStep / args.segments;
 
     const bool pushes = static_cast<int>(blockIdx.x) < args.push_blocks;
     const bool by_nic =
@@ -224,7 +226,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                                                             args.n - tile.column};
                 const int rows = args.rows - tile.row;
                 if (tile.shard == args.workspace.rank) {
-                    operands.load(shared, cursor, &args.own, tile.row, rows, 0, steps);
+                    const int first = tile.segment * steps;
+                    operands.load(shared, cursor, &args.own, tile.row, rows, first, first + steps);
                     return;
                 }
                 const int each = (steps + args.slices - 1) / args.slices;
@@ -252,7 +255,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
             for_each_tile<C>(args, [&](const GatheredTile& tile) {
                 storer.tile([&](const void* slice, int number) {
                     ptx::store_box(&args.out, slice, tile.column + number * kSliceN, tile.row,
-                                   tile.shard);
+                                   tile.shard + tile.segment);
                 });
             });
             break;
@@ -297,7 +300,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 template <class Element, class In>
 cudaError_t launch_all_gather_gemm(const AllGatherGemmArgs& args, GemmVariant variant, int blocks,
                                    cudaStream_t stream) {
-    const int tiles = args.raster.tiles() * args.workspace.world;
+    const int tiles = args.raster.tiles() * args.workspace.world * args.segments;
     const auto start = [&]<class C>() {
         auto kernel = &all_gather_gemm<C, Element, false, In>;
         if constexpr (std::is_same_v<Element, In>) {
