@@ -24,7 +24,7 @@ SKIPPED = {
     },
 }  # fmt: skip
 """Backend → checks of what it does not claim."""
-IN_CI = ("capabilities", "rank-order", "stale-data", "views", "mismatched-call", "absent-rank")
+IN_CI = ("capabilities", "rank-order", "views", "mismatched-call")
 """The checks of unlike nodes in CI, beside what tests/multiprocess/test_unlike_nodes.py has."""
 
 

@@ -20,6 +20,7 @@ from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
 from mkernel.backends.contracts.scaled import dequantised, quantised_rows
 from mkernel.backends.contracts.tree import tree_sum
+from mkernel.backends.runtime.host_kernels import Kernel
 from mkernel.conformance.faults import attention, launching
 from mkernel.conformance.faults.altering import (
     Altered,
@@ -40,6 +41,7 @@ from mkernel.plan.invariance import segments_of
 from mkernel.plan.model import AttentionShape, DispatchShape, LaunchPlan, MoeShape
 from mkernel.plan.ops import COMPANIONS
 from mkernel.plan.pipeline import Chunking
+from mkernel.world.failure import FailureMonitor
 
 # ---- claims --------------------------------------------------------------------------------------
 
@@ -851,14 +853,14 @@ TABLE: tuple[Row, ...] = (
     planted(Honest, "IgnoresDeadline", "Waits ten times as long as it may.", "absent-rank",
             launch=lambda self, call: self.inner.launch(
                 replace(call, timeout_s=10 * call.timeout_s)), wraps="ascend"),
-    planted(Honest, "SwapsSignals,streams", "One side reads signals in another byte order.", "waits",
-            launching.wire(launching.wait_swapped), wraps="ascend"),
-    planted(Altered, "ShiftsShard,streams", "One side's shard of B begins one row too early.",
-            "shapes rank-order", inputs("b", change=lambda call, b: b.roll(1, 0)), wraps="ascend"),
-    planted(Honest, "DeadSlow,streams", "One side ends 12 seconds after its world has.",
-            "killed-rank", launching.wire(launching.wait_on), wraps="ascend"),
-    planted(Honest, "GivesUpFirst,streams", "One side's deadline is 1.5 seconds shorter.",
-            "absent-rank", launching.wire(launching.wait_briefly), wraps="ascend"),
+    planted(Honest, "SwapsSignals,ascend", "One side reads signals in another byte order.", "waits",
+            launching.one_side(Kernel, wait=launching.wait_swapped)),
+    planted(Altered, "ShiftsShard,ascend", "One side's shard of B begins one row too early.",
+            "shapes rank-order", inputs("b", change=lambda call, b: b.roll(1, 0))),
+    planted(Honest, "DeadSlow,ascend", "One side raises failures 12 seconds late.", "killed-rank",
+            launching.one_side(FailureMonitor, _failed=launching.fail_late)),
+    planted(Honest, "GivesUpFirst,ascend", "One side's deadline is 1.5 seconds shorter.",
+            "absent-rank", launching.one_side(Kernel, wait=launching.wait_briefly)),
 )
 
 HONEST: tuple[Row, ...] = (

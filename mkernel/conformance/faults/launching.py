@@ -15,12 +15,15 @@ from mkernel.backends.contracts import instrumented
 from mkernel.backends.contracts.accelerator import Call, Launch
 from mkernel.backends.contracts.instrumented import InstrumentedLaunch, LaunchTimes
 from mkernel.backends.contracts.memory import SymmetricMemory
-from mkernel.backends.runtime.host_kernels import Ended, Kernel
+from mkernel.backends.runtime.host_kernels import Kernel
 from mkernel.backends.transport import _transport
 from mkernel.conformance.faults.altering import Followed, Honest, Tensors, outputs_of
 from mkernel.conformance.faults.rows import Plant
+from mkernel.errors import WorldError
 from mkernel.plan.model import BLOCK
 from mkernel.topology.model import Accelerator
+from mkernel.world.failure import FailureMonitor
+from mkernel.world.watchdog import Notice
 
 _DISPATCHES = ("moe_dispatch", "moe_dispatch_gemm")
 
@@ -322,14 +325,16 @@ class GoesWhenCollected(Honest):
         self._itself = self
 
 
-_wait = Kernel.wait
+_wait, _failed = Kernel.wait, FailureMonitor._failed
 
 
-def wire(wait: Callable[..., None]) -> Plant:
-    """Plant another way in which the ranks of one side of unlike nodes await signals of all others."""
+def one_side(owner: type, **method: Callable[..., Any]) -> Plant:
+    """Plant another method of a class of worlds on the ranks of one of unlike nodes, whose processes
+    have no other world."""
 
     def open(self: Honest, device: Accelerator) -> None:
-        Kernel.wait = wait  # type: ignore[method-assign]
+        for name, planted in method.items():
+            setattr(owner, name, planted)
         self.inner.open(device)
 
     return {"open": open}
@@ -347,10 +352,7 @@ def wait_briefly(kernel: Kernel, *given: int, **named: int) -> None:
     _wait(Kernel(call, kernel._waiter), *given, **named)
 
 
-def wait_on(kernel: Kernel, *given: int, **named: int) -> None:
-    """Go on for 12 seconds after what comes no more."""
-    try:
-        _wait(kernel, *given, **named)
-    except Ended:
-        time.sleep(12)
-        raise
+def fail_late(failure: FailureMonitor, notice: Notice) -> WorldError:
+    """Raise a failure 12 seconds after it."""
+    time.sleep(12)
+    return _failed(failure, notice)
