@@ -35,7 +35,7 @@ def wrong_results(other: str = "float32") -> list[str]:
         found += judge_calls(case(op, chunk=None, dtype=other), 2)
     found += judge_calls(case("all_gather_gemm", layout="column", options={"bias": True}), 2)
     found += judge_calls(case("gemm_all_reduce", options={"norm": "residual"}), 2)
-    return found + unlike_shares() + repeated()
+    return found + unlike_shares() + unlike_rows() + repeated()
 
 
 def unlike_shares() -> list[str]:
@@ -90,6 +90,14 @@ def refused() -> tuple[list[str], Any]:
         "experts": lambda: mkernel.moe_dispatch_gemm(half, torch.zeros(4, 1).int(), half[None]),
         "attention": lambda: mkernel.ring_attention(*[half.view(1, 2, 2, 32)] * 3),
         "memory": lambda: mkernel.empty((4,), half.dtype),
+        "rows": lambda: mkernel.all_gather_gemm(half, half.t(), shards=[8, 8]),
+        "nodes": lambda: mkernel.gemm_reduce_scatter(half, half.t(), shards=[1, 1, 2]),
+        "speed": lambda: mkernel.all_gather_gemm(half, half.t(), shards="speed"),
+        "word": lambda: mkernel.gemm_reduce_scatter(half, half.t(), shards="fast"),  # type: ignore[arg-type]
+        "several": lambda: mkernel.all_gather_gemm(half, [half.t()] * 2, shards=[4, 4]),
+        "gradient beside shards": lambda: mkernel.gemm_reduce_scatter(
+            half.clone().requires_grad_(), half.t(), shards=[3, 1]
+        ),
     }
     found = []
     for call in calls.values():
@@ -112,3 +120,49 @@ def judge_refusals(told: list[tuple[list[str], Any]], lacking: str) -> None:
     assert "not 'moe_dispatch_gemm'" in found[3]
     assert "not 'ring_attention'" in found[4]
     assert "no symmetric memory" in found[5]
+    assert "expected 8 along gather_dim=0, as shards=[8, 8] has it" in found[6]
+    assert "expected 2 multiples of 1, one a node" in found[7]
+    assert "mkernel.world().shares(M, 'speed')" in found[8]
+    assert "'even', 'speed' or the size of a rank's part" in found[9]
+    assert "one matrix, beside unequal shards" in found[10]
+    assert "requires grad" in found[11]
+
+
+def unlike_rows() -> list[str]:
+    """Give each node rows of its own number, of matrices and of sequences in a batch; outputs are
+    poisoned, inputs fresh."""
+    world, found = mkernel.world(), []
+    each, device = world.identity.ranks_per_node, world.accelerator.device
+
+    def judge(name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
+        error = relative(got.cpu(), wanted)
+        if not error < 1e-3:
+            found.append(f"{name}, call {seed}: off by {error}")
+
+    for seed, parts in enumerate([(9, 2), (1, 30), (9, 2)]):
+        draw = torch.Generator().manual_seed(seed)
+        wide = torch.randn(3, each * sum(parts), 64, generator=draw).half()
+        b = torch.randn(64, 48, generator=draw).half()
+        own = world.part(parts)
+        there = {name: x.to(device) for name, x in {"wide": wide, "a": wide[0], "b": b}.items()}
+        truth, sums = wide.double() @ b.double(), world.size * (wide.double() @ b.double())
+        out = torch.full((own.stop - own.start, 48), float("nan"), device=device).half()
+        whole = torch.full((each * sum(parts), 64), float("nan"), device=device).half()
+        c = mkernel.all_gather_gemm(
+            there["a"][own], there["b"], chunk=4, shards=parts, gathered=whole
+        )
+        judge("gather", c, truth[0])
+        judge("gathered", whole, wide[0].double())
+        mkernel.gemm_reduce_scatter(there["a"], there["b"], chunk=4, shards=parts, out=out)
+        judge("scatter", out, sums[0, own])
+        batched = mkernel.all_gather_gemm(
+            there["wide"][:, own], there["b"], gather_dim=1, shards=parts
+        )
+        judge("gather of a batch", batched, truth)
+        for shards in (parts, "speed"):
+            own = mkernel.shard(each * sum(parts), shards)
+            batched = mkernel.gemm_reduce_scatter(
+                there["wide"], there["b"], scatter_dim=1, shards=shards
+            )
+            judge(f"scatter of a batch, {shards}", batched, sums[:, own])
+    return found
