@@ -12,6 +12,7 @@ import mkernel
 from mkernel.cases import case_of
 from mkernel.conformance.ranks import Judge, judge_calls
 from mkernel.errors import MkernelError
+from mkernel.nn import ColumnParallelLinear, RowParallelLinear
 
 SIZES = {
     "all_gather_gemm": {"m": 120, "n": 48, "k": 64},
@@ -35,7 +36,7 @@ def wrong_results(other: str = "float32") -> list[str]:
         found += judge_calls(case(op, chunk=None, dtype=other), 2)
     found += judge_calls(case("all_gather_gemm", layout="column", options={"bias": True}), 2)
     found += judge_calls(case("gemm_all_reduce", options={"norm": "residual"}), 2)
-    return found + unlike_shares() + unlike_rows() + repeated()
+    return found + unlike_shares() + unlike_rows() + layers() + repeated()
 
 
 def unlike_shares() -> list[str]:
@@ -165,4 +166,34 @@ def unlike_rows() -> list[str]:
                 there["wide"], there["b"], scatter_dim=1, shards=shards
             )
             judge(f"scatter of a batch, {shards}", batched, sums[:, own])
+    return found
+
+
+def layers() -> list[str]:
+    """Cut two layers, which every rank has whole, into parts of its own number of features."""
+    world, found = mkernel.world(), []
+    each, device = world.identity.ranks_per_node, world.accelerator.device
+    torch.manual_seed(5)  # the same layers on all ranks
+    up, down = torch.nn.Linear(64, 384).half(), torch.nn.Linear(384, 48).half()
+    x = torch.randn(8 * world.size, 64).half()
+    inner = (x.double() @ up.weight.double().t() + up.bias.double()).relu()
+    truth = inner @ down.weight.double().t() + down.bias.double()
+    up, down = up.to(device), down.to(device)
+    for shards in ("speed", [384 // each - 32, 32], "even"):
+        for split in (True, False):
+            options = {"shards": shards, "sequence_parallel": split}
+            column = ColumnParallelLinear.from_linear(up, **options)
+            row = RowParallelLinear.from_linear(down, **options)
+            given, wanted = x, truth
+            if split:
+                given, wanted = (t.chunk(world.size)[world.rank] for t in (x, truth))
+            with torch.no_grad():
+                y = row(column(given.to(device)).relu())
+            width, error = column.weight.shape[0], relative(y.cpu(), wanted)
+            if (
+                error > 2e-3
+                or width != row.weight.shape[1]
+                or (width == 384 // world.size) != (shards == "even")
+            ):
+                found.append(f"layers, {shards}, {split}: {width} features, off by {error}")
     return found
