@@ -42,7 +42,7 @@ OPS = tuple(op for op, shape in SHAPES.items() if shape in (GemmShape, SumShape)
 JOINT = "+"
 """Joins the accelerators of unlike nodes, in the order of the nodes, to the name of a world's."""
 Shards = Literal["even", "speed"] | Sequence[int]
-"""The shares of nodes in a dimension: even, by predicted speed, or the size of a rank's part, by node."""
+"""The shares of nodes in a dimension: even, by predicted speed, or the parts of a rank, by node."""
 _CHUNKS = 4
 _RATED: tuple[DtypeName, ...] = ("float16", "bfloat16", "float32")
 

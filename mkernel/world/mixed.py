@@ -111,7 +111,8 @@ class NodeCalls:
         """Open the backend. Collective among the node's ranks."""
         node = self._world.node
         self.engine.open(NodeExchange(failure, self._world), failure, itertools.count())
-        failure.guard(self.engine.heap.pad, self._world.rank - self.me.rank)
+        failure.first = self._world.rank - self.me.rank
+        failure.guard(self.engine.heap.pad, failure.first)
         prefix, group = f"node{node}", f"mkernel/{name}/node{node}"
         self.engine.join_group(store, prefix=prefix, name=group, one_host=True, undo=undo)
 
