@@ -36,7 +36,6 @@ from mkernel.ops.registration import called, native_op, ops, register
 from mkernel.ops.steps import Steps
 from mkernel.plan import mixed
 from mkernel.plan.invariance import Wanted, encoded
-from mkernel.plan.mixed import Shards
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -60,7 +59,7 @@ class _Options(TypedDict, Generic[Each], total=False):
     gathered: Tensor | None
     save_gathered: bool
     invariant: Wanted
-    shards: Shards
+    shards: mixed.Shards
     group: Group
 
 
@@ -116,7 +115,7 @@ def all_gather_gemm(
     return_gathered: bool = False,
     save_gathered: bool = False,
     invariant: Wanted = None,
-    shards: Shards = "even",
+    shards: mixed.Shards = "even",
     group: Group = None,
 ) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
     """Compute C [M, N_r] = concat(a over ranks, in rank order) @ b (+ bias), with float32 accumulation.

@@ -17,7 +17,6 @@ from mkernel.ops.gemm import GemmCall, GemmOp
 from mkernel.ops.registration import ops
 from mkernel.plan import mixed
 from mkernel.plan.invariance import Wanted, encoded
-from mkernel.plan.mixed import Shards
 from mkernel.world.groups import Group
 
 OP = GemmOp("gemm_reduce_scatter", scatters=True)
@@ -36,7 +35,7 @@ def gemm_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     invariant: Wanted = None,
-    shards: Shards = "even",
+    shards: mixed.Shards = "even",
     group: Group = None,
 ) -> torch.Tensor:
     """Compute rows [r·M/W, (r+1)·M/W) of the sum over ranks of a @ b (+ bias), on rank r.

@@ -255,19 +255,17 @@ class Mixed(HostAccelerator):
     @torch.no_grad()
     def communicate(self, kernel: Kernel) -> None:
         """Send own rows to the rails of other nodes, chunk by chunk, where rows are gathered."""
-        if kernel.call.plan.op == "all_gather_gemm":
-            with self._module.stream(self._beside):
-                self._send(kernel)
-
-    def _send(self, kernel: Kernel) -> None:
         call = kernel.call
+        if call.plan.op != "all_gather_gemm":
+            return
         self._ready(kernel)
         node, a = self._world.node, call.tensors["a"]
         mine = _inbox(kernel)[node]
-        for chunk, rows in enumerate(call.plan.part(MixedSchedule).chunks(node)):
-            mine[rows].copy_(a[rows])
-            for peer in self._rail:
-                kernel.put(peer, mine[rows], self._arrival(chunk, kernel.rank))
+        with self._module.stream(self._beside):
+            for chunk, rows in enumerate(call.plan.part(MixedSchedule).chunks(node)):
+                mine[rows].copy_(a[rows])
+                for peer in self._rail:
+                    kernel.put(peer, mine[rows], self._arrival(chunk, kernel.rank))
 
     @torch.no_grad()
     def compute(self, kernel: Kernel) -> None:
