@@ -12,6 +12,7 @@ import mkernel
 from mkernel.cases import case_of
 from mkernel.conformance.ranks import Judge, judge_calls
 from mkernel.errors import MkernelError
+from mkernel.nn import ColumnParallelLinear, RowParallelLinear
 
 SIZES = {
     "all_gather_gemm": {"m": 120, "n": 48, "k": 64},
@@ -35,7 +36,7 @@ def wrong_results(other: str = "float32") -> list[str]:
         found += judge_calls(case(op, chunk=None, dtype=other), 2)
     found += judge_calls(case("all_gather_gemm", layout="column", options={"bias": True}), 2)
     found += judge_calls(case("gemm_all_reduce", options={"norm": "residual"}), 2)
-    return found + unlike_shares() + repeated()
+    return found + unlike_shares() + unlike_rows() + layers() + repeated()
 
 
 def unlike_shares() -> list[str]:
@@ -90,6 +91,14 @@ def refused() -> tuple[list[str], Any]:
         "experts": lambda: mkernel.moe_dispatch_gemm(half, torch.zeros(4, 1).int(), half[None]),
         "attention": lambda: mkernel.ring_attention(*[half.view(1, 2, 2, 32)] * 3),
         "memory": lambda: mkernel.empty((4,), half.dtype),
+        "rows": lambda: mkernel.all_gather_gemm(half, half.t(), shards=[8, 8]),
+        "nodes": lambda: mkernel.gemm_reduce_scatter(half, half.t(), shards=[1, 1, 2]),
+        "speed": lambda: mkernel.all_gather_gemm(half, half.t(), shards="speed"),
+        "word": lambda: mkernel.gemm_reduce_scatter(half, half.t(), shards="fast"),  # type: ignore[arg-type]
+        "several": lambda: mkernel.all_gather_gemm(half, [half.t()] * 2, shards=[4, 4]),
+        "gradient beside shards": lambda: mkernel.gemm_reduce_scatter(
+            half.clone().requires_grad_(), half.t(), shards=[3, 1]
+        ),
     }
     found = []
     for call in calls.values():
@@ -112,3 +121,80 @@ def judge_refusals(told: list[tuple[list[str], Any]], lacking: str) -> None:
     assert "not 'moe_dispatch_gemm'" in found[3]
     assert "not 'ring_attention'" in found[4]
     assert "no symmetric memory" in found[5]
+    assert "expected 8 along gather_dim=0, as shards=[8, 8] has it" in found[6]
+    assert "expected 2 multiples of 1, one a node" in found[7]
+    assert "mkernel.world().shares(M, 'speed')" in found[8]
+    assert "'even', 'speed' or the size of a rank's part" in found[9]
+    assert "one matrix, beside unequal shards" in found[10]
+    assert "requires grad" in found[11]
+
+
+def unlike_rows() -> list[str]:
+    """Give each node rows of its own number, of matrices and of sequences in a batch; outputs are
+    poisoned, inputs fresh."""
+    world, found = mkernel.world(), []
+    each, device = world.identity.ranks_per_node, world.accelerator.device
+
+    def judge(name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
+        error = relative(got.cpu(), wanted)
+        if not error < 1e-3:
+            found.append(f"{name}, call {seed}: off by {error}")
+
+    for seed, parts in enumerate([(9, 2), (1, 30), (9, 2)]):
+        draw = torch.Generator().manual_seed(seed)
+        wide = torch.randn(3, each * sum(parts), 64, generator=draw).half()
+        b = torch.randn(64, 48, generator=draw).half()
+        own = world.part(parts)
+        there = {name: x.to(device) for name, x in {"wide": wide, "a": wide[0], "b": b}.items()}
+        truth, sums = wide.double() @ b.double(), world.size * (wide.double() @ b.double())
+        out = torch.full((own.stop - own.start, 48), float("nan"), device=device).half()
+        whole = torch.full((each * sum(parts), 64), float("nan"), device=device).half()
+        c = mkernel.all_gather_gemm(
+            there["a"][own], there["b"], chunk=4, shards=parts, gathered=whole
+        )
+        judge("gather", c, truth[0])
+        judge("gathered", whole, wide[0].double())
+        mkernel.gemm_reduce_scatter(there["a"], there["b"], chunk=4, shards=parts, out=out)
+        judge("scatter", out, sums[0, own])
+        batched = mkernel.all_gather_gemm(
+            there["wide"][:, own], there["b"], gather_dim=1, shards=parts
+        )
+        judge("gather of a batch", batched, truth)
+        for shards in (parts, "speed"):
+            own = mkernel.shard(each * sum(parts), shards)
+            batched = mkernel.gemm_reduce_scatter(
+                there["wide"], there["b"], scatter_dim=1, shards=shards
+            )
+            judge(f"scatter of a batch, {shards}", batched, sums[:, own])
+    return found
+
+
+def layers() -> list[str]:
+    """Cut two layers, which every rank has whole, into parts of its own number of features."""
+    world, found = mkernel.world(), []
+    each, device = world.identity.ranks_per_node, world.accelerator.device
+    torch.manual_seed(5)  # the same layers on all ranks
+    up, down = torch.nn.Linear(64, 384).half(), torch.nn.Linear(384, 48).half()
+    x = torch.randn(8 * world.size, 64).half()
+    with torch.no_grad():
+        truth = (x.double() @ up.weight.double().t() + up.bias.double()).relu()
+        truth = truth @ down.weight.double().t() + down.bias.double()
+    up, down = up.to(device), down.to(device)
+    for shards in ("speed", [384 // each - 32, 32], "even"):
+        for split in (True, False):
+            options = {"shards": shards, "sequence_parallel": split}
+            column = ColumnParallelLinear.from_linear(up, **options)
+            row = RowParallelLinear.from_linear(down, **options)
+            given, wanted = x, truth
+            if split:
+                given, wanted = (t.chunk(world.size)[world.rank] for t in (x, truth))
+            with torch.no_grad():
+                y = row(column(given.to(device)).relu())
+            width, error = column.weight.shape[0], relative(y.cpu(), wanted)
+            if (
+                error > 2e-3
+                or width != row.weight.shape[1]
+                or (width == 384 // world.size) != (shards == "even")
+            ):
+                found.append(f"layers, {shards}, {split}: {width} features, off by {error}")
+    return found

@@ -30,6 +30,7 @@ from mkernel.ops.gemm_all_reduce import gemm_all_reduce
 from mkernel.ops.gemm_reduce_scatter import gemm_reduce_scatter
 from mkernel.ops.registration import ops
 from mkernel.plan.invariance import Wanted, encoded
+from mkernel.plan.mixed import Shards
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -53,6 +54,7 @@ class _ParallelLinear(ShardedModule):
         sequence_dim: int = 0,
         save_gathered: bool = True,
         invariant: Wanted = None,
+        shards: Shards = "even",
         group: Group = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -67,6 +69,8 @@ class _ParallelLinear(ShardedModule):
             save_gathered: whether a layer that gathers its input keeps it for the backward pass, which
                 takes W times the memory of this rank's part; else it gathers it once more there.
             invariant: as :func:`mkernel.all_gather_gemm` and :func:`mkernel.gemm_all_reduce` take it.
+            shards: how unlike nodes share the features that are split, as :func:`mkernel.shard` takes
+                it; uneven parts are multiples of the world's alignment.
             group: the group whose world is used; None: the default one.
 
         Raises:
@@ -82,11 +86,17 @@ class _ParallelLinear(ShardedModule):
         self._rank, self._ranks = world.rank, world.size
         shared = ("out_features", "in_features")[self._split]
         sizes = [out_features, in_features]
-        if sizes[self._split] % world.size:
+        if shards == "even" and sizes[self._split] % world.size:
             raise ArgumentError(
                 shared, sizes[self._split], f"a multiple of the group's {world.size} ranks"
             )
-        sizes[self._split] //= world.size
+        parts = (sizes[self._split] // world.size,) * world.identity.nodes
+        if shards != "even":
+            step = world.accelerator.capabilities().alignment_bytes
+            step = max(1, step // (dtype or torch.get_default_dtype()).itemsize)
+            parts = world.shares(sizes[self._split], shards, step)
+        self._first = world.part(parts).start
+        sizes[self._split] = parts[world.identity.node]
         self.weight = Parameter(torch.empty(sizes, device=device, dtype=dtype))
         rows = sizes[0] if self._split == 0 else out_features
         self.bias = Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
@@ -101,6 +111,7 @@ class _ParallelLinear(ShardedModule):
         sequence_dim: int = 0,
         save_gathered: bool = True,
         invariant: Wanted = None,
+        shards: Shards = "even",
         group: Group = None,
     ) -> Any:
         """Make this rank's part of a layer that every rank has whole."""
@@ -112,6 +123,7 @@ class _ParallelLinear(ShardedModule):
             sequence_dim=sequence_dim,
             save_gathered=save_gathered,
             invariant=invariant,
+            shards=shards,
             group=group,
             device=linear.weight.device,
             dtype=linear.weight.dtype,
@@ -128,11 +140,10 @@ class _ParallelLinear(ShardedModule):
 
     def _part(self, name: str, whole: Tensor, parameter: Parameter) -> Tensor:
         split = self._split if name == "weight" else 0
-        expected = list(parameter.shape)
-        expected[split] *= self._ranks
-        return (
-            whole.chunk(self._ranks, split)[self._rank] if list(whole.shape) == expected else whole
-        )
+        own, expected = parameter.shape[split], list(parameter.shape)
+        expected[split] = (self.out_features, self.in_features)[split]
+        found = list(whole.shape) == expected
+        return whole.narrow(split, self._first, own) if found else whole
 
     @property
     def _split_dim(self) -> int | None:
@@ -279,8 +290,11 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
         Args:
             out_features: features of each layer, by its name.
-            options: options of :class:`ColumnParallelLinear`.
+            options: options of :class:`ColumnParallelLinear`, but for ``shards``: each layer is shared
+                evenly.
         """
+        if (shards := options.get("shards", "even")) != "even":
+            raise ArgumentError("shards", repr(shards), "'even', of layers that are merged")
         super().__init__(in_features, sum(out_features.values()), bias, **options)
         self.layers = dict(out_features)
         for name, features in out_features.items():

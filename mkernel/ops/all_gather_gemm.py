@@ -34,6 +34,7 @@ from mkernel.ops.gemm import GROUP, GemmCall, GemmOp, copied_to, result_dtype, t
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import called, native_op, ops, register
 from mkernel.ops.steps import Steps
+from mkernel.plan import mixed
 from mkernel.plan.invariance import Wanted, encoded
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
@@ -58,6 +59,7 @@ class _Options(TypedDict, Generic[Each], total=False):
     gathered: Tensor | None
     save_gathered: bool
     invariant: Wanted
+    shards: mixed.Shards
     group: Group
 
 
@@ -113,6 +115,7 @@ def all_gather_gemm(
     return_gathered: bool = False,
     save_gathered: bool = False,
     invariant: Wanted = None,
+    shards: mixed.Shards = "even",
     group: Group = None,
 ) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
     """Compute C [M, N_r] = concat(a over ranks, in rank order) @ b (+ bias), with float32 accumulation.
@@ -160,6 +163,8 @@ def all_gather_gemm(
             memory of a; else it is gathered again there. Where b needs no gradient nothing is kept.
         invariant: promise that a row's bits depend on that row and b alone, for every world
             (docs/invariance.md). None: as the world says.
+        shards: the rows of a rank, by node, along ``gather_dim`` where unlike nodes share M unevenly,
+            of one b; ``mkernel.world().shares(M, "speed")`` returns them. Such calls are not compiled.
         group: names the world; None: the default one.
 
     Returns:
@@ -184,6 +189,7 @@ def all_gather_gemm(
     """
     more = return_gathered or use_fast_accum or isinstance(b, (list, tuple))
     given = a_scale is not None or b_scale is not None or out is not None or gathered is not None
+    given = given or shards != "even"
     keeps = save_gathered and torch.is_grad_enabled() and getattr(b, "requires_grad", False)
     if not (more or given or torch.compiler.is_compiling()):  # which is what most calls are
         arguments = (a, b, bias, gather_dim, out_dtype, chunk, encoded(invariant), group)
@@ -194,6 +200,8 @@ def all_gather_gemm(
             found = ops.all_gather_gemm(*arguments)
         return found
     if isinstance(b, (list, tuple)):
+        if shards != "even":
+            raise ArgumentError("b", f"a list of {len(b)}", "one matrix, beside unequal shards")
         results, whole = _several(
             a, b, _scaled_many(a_scale, b_scale, use_fast_accum, b), bias, gather_dim,
             out, out_dtype, chunk, gathered, save_gathered, encoded(invariant), group,
@@ -205,7 +213,7 @@ def all_gather_gemm(
     call = GemmCall(
         a, matrix, added, gather_dim, into, out_dtype,
         return_gathered if gathered is None else gathered, chunk, scaled=scales,
-        invariant=encoded(invariant), group=group,
+        invariant=encoded(invariant), shards=mixed.encoded(shards), group=group,
     )  # fmt: skip
     if not (return_gathered or gathered is not None or (keeps and scales is None)):
         return OP.result(call)
@@ -231,7 +239,7 @@ def _and_gathered(call: GemmCall) -> tuple[Tensor, Tensor]:
     into = gathered if isinstance(gathered, Tensor) else None
     given = out if into is None else into
     found: tuple[Tensor, Tensor]
-    if given is None:
+    if given is None and call.shards is None:
         found = registered.all_gather_gemm_gathered(a, b, bias, out_dtype=out_dtype, **options)
         return found
     if traced_outputs(given, a, b, bias):
@@ -255,6 +263,7 @@ def _and_gathered(call: GemmCall) -> tuple[Tensor, Tensor]:
         None,
         call.group,
         invariant=call.invariant,
+        shards=call.shards,
     )
     return found
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from typing_extensions import Unpack
 
-from mkernel.errors import DtypeError, ShapeError
+from mkernel.errors import ArgumentError, DtypeError, ShapeError
 from mkernel.ops import around, flops, validate
 from mkernel.ops.around import (
     Normed,
@@ -70,6 +70,7 @@ class GemmCall(NamedTuple):
         gathered: whether the gathered A is wanted, or the tensor to write it to.
         path: instead of the setting's.
         invariant: as registered ops take it (:func:`mkernel.plan.invariance.encoded`).
+        shards: of rows, as :func:`mkernel.plan.mixed.encoded` returns them.
         products: columns of all B that the gathered A is multiplied with.
     """
 
@@ -87,6 +88,7 @@ class GemmCall(NamedTuple):
     scaled: Scaled | None = None
     prefetch: Tensor | None = None
     invariant: str | None = None
+    shards: str | None = None
     group: Group = None
 
     def plain(self, op: str) -> GemmCall:
@@ -202,7 +204,7 @@ class GemmOp:
             around.check_norm(norm, (*a.shape[:-1], n), beside, wanted, device, like=like)
         if call.prefetch is not None:
             check_prefetch(call.prefetch, device)
-        lead, whole = self.lead(a, dim, world.size), _whole(a, dim, world.size)
+        lead, whole, parts = self._shared(world, a, dim, call.shards)
         rows = prod(whole if self.gathers else a.shape[:-1])
         outputs = [("out", out, lead, n, wanted)]
         if isinstance(gathered, Tensor):
@@ -227,7 +229,8 @@ class GemmOp:
             None if norm is None else norm.planned,
             scales,
         )
-        whole_sizes = {"m": rows, "n": n, "k": k}
+        whole_sizes: dict[str, Any] = {"m": rows, "n": n, "k": k}
+        whole_sizes |= {"rows": parts} if parts else {}
         plans = plans_for(
             world, self.name, whole_sizes, dtype, out_name,
             b_layout=layout, around=steps, path=call.path, invariant=call.invariant,
@@ -237,6 +240,27 @@ class GemmOp:
             if output is not None:
                 _check_output(name, output, sizes, width, output_dtype, dim, device)
         return Checked(plan, wanted, dim, lead, whole, plans)
+
+    def _shared(
+        self, world: World, a: Tensor, dim: int, shards: str | None
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return a call's ``lead`` and ``whole``, as :class:`Checked` has them, and a rank's rows by
+        node; none where ranks share them evenly. ShapeError, ArgumentError, Unsupported."""
+        if shards is None:
+            return self.lead(a, dim, world.size), _whole(a, dim, world.size), ()
+        wanted: Any = shards if shards == "speed" else [*map(int, shards.split())]
+        if self.gathers and shards == "speed":
+            legal = "rows of a rank by node, such as mkernel.world().shares(M, 'speed')"
+            raise ArgumentError("shards", repr(shards), legal, why="a rank does not know M")
+        me, size = world.identity, a.shape[dim]
+        parts = world.shares(me.ranks_per_node * sum(wanted) if self.gathers else size, wanted)
+        own, total = parts[me.node], me.ranks_per_node * sum(parts)
+        if self.gathers and size != own:
+            legal = f"{own} along {self.dim}={dim}, as shards={wanted} has it"
+            raise ShapeError("a", validate.describe(a), legal)
+        rest = self.lead(a, dim, 1)[1:]
+        rows = tuple(part * prod(rest) for part in parts)
+        return (total if self.gathers else own, *rest), (total, *rest), rows
 
     def known(self, world: World, call: GemmCall, family: bytes | None) -> Checked:
         """Return what :meth:`check` finds, which is asked where no call of the family was made."""
@@ -268,7 +292,9 @@ class GemmOp:
         if overwritten:
             read = {"a": a, "b": b, "bias": bias, **({} if norm is None else norm.given)}
             read |= {} if scaled is None else {"a_scale": scaled.a, "b_scale": scaled.b}
-            _check_apart(read, out, gathered, dim, world.rank)
+            first, rows = world.rank * a.shape[dim], plan.gemm.rows
+            first = world.part(rows).start // prod(known.lead[1:]) if rows else first
+            _check_apart(read, out, gathered, dim, first)
         outputs = _outputs(steps, world, known, a, out, gathered)
         tensors = {"a": a, "b": b}
         if bias is not None and plan.bias == "launch":
@@ -327,16 +353,16 @@ class GemmOp:
             options["use_fast_accum"] = scaled.use_fast_accum
         op = getattr(registered, name)
         result: Tensor
-        if out is None:
+        if call.shards is None and out is None:
             result = op(*tensors, out_dtype=out_dtype, **options)
-        elif traced_outputs(out, *tensors):
+        elif out is not None and call.shards is None and traced_outputs(out, *tensors):
             found = op(*tensors, out_dtype=out_dtype or out.dtype, **options)
             result = copied_to("out", out, found, dim)
         else:
             of_a, of_b, fast = scaled or (None, None, False)
             result, _ = self.into(
                 a, b, bias, out, None, of_a, of_b, fast, dim, out_dtype, chunk, None, call.group,
-                call.prefetch, call.invariant,
+                call.prefetch, call.invariant, call.shards,
             )  # fmt: skip
         return result
 
@@ -346,7 +372,7 @@ class GemmOp:
         ``gathered``."""
         names = (
             "a", "b", "bias", "out", "gathered", "a_scale", "b_scale", "use_fast_accum", "dim",
-            "out_dtype", "chunk", "path", "group", "prefetch", "invariant",
+            "out_dtype", "chunk", "path", "group", "prefetch", "invariant", "shards",
         )  # fmt: skip
 
         def kernel(**given: Any) -> tuple[Tensor, Tensor | None]:
@@ -356,7 +382,7 @@ class GemmOp:
         return native_op(
             f"{self.name}_into",
             names,
-            (None, None),
+            (None, None, None),
             kernel,
             range_name=self.name,
             local=self.localised,
@@ -523,14 +549,14 @@ def _check_output(
 
 
 def _check_apart(
-    read: dict[str, Any], out: Tensor | None, gathered: bool | Tensor, dim: int, rank: int
+    read: dict[str, Any], out: Tensor | None, gathered: bool | Tensor, dim: int, first: int
 ) -> None:
     """Raise ArgumentError where outputs of the caller's share memory with inputs or each other; but
-    ``a`` may be this rank's rows of ``gathered``."""
+    ``a`` may be this rank's rows of ``gathered``, from ``first`` on."""
     validate.apart({"out": out}, read)
     if isinstance(gathered, Tensor):
         a: Tensor = read["a"]
-        own = gathered.narrow(dim, rank * a.shape[dim], a.shape[dim])
+        own = gathered.narrow(dim, first, a.shape[dim])
         if own.data_ptr() == a.data_ptr() and own.stride() == a.stride():
             read = {name: each for name, each in read.items() if name != "a"}
         validate.apart({"gathered": gathered}, {**read, "out": out})

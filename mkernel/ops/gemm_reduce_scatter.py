@@ -15,6 +15,7 @@ from mkernel.ops import derivatives
 from mkernel.ops.around import scaled
 from mkernel.ops.gemm import GemmCall, GemmOp
 from mkernel.ops.registration import ops
+from mkernel.plan import mixed
 from mkernel.plan.invariance import Wanted, encoded
 from mkernel.world.groups import Group
 
@@ -34,6 +35,7 @@ def gemm_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     chunk: int | None = None,
     invariant: Wanted = None,
+    shards: mixed.Shards = "even",
     group: Group = None,
 ) -> torch.Tensor:
     """Compute rows [r·M/W, (r+1)·M/W) of the sum over ranks of a @ b (+ bias), on rank r.
@@ -69,6 +71,8 @@ def gemm_reduce_scatter(
             bfloat16, else float16 or float32.
         chunk: rows (or tiles) a communication chunk; default: the planner's choice.
         invariant: as :func:`mkernel.gemm_all_reduce` takes it.
+        shards: how unlike nodes share M, as :func:`mkernel.shard` takes it: by predicted ``"speed"``,
+            or the rows of a rank, by node. Such calls are not compiled.
         group: names the world; None: the default one.
 
     Returns:
@@ -84,6 +88,7 @@ def gemm_reduce_scatter(
         NotInitialized, Unsupported, PlanMismatch, WorldError: as :func:`all_gather_gemm`.
     """
     more = a_scale is not None or b_scale is not None or use_fast_accum or out is not None
+    more = more or shards != "even"
     if not (more or torch.compiler.is_compiling()):  # which is what most calls are
         found: torch.Tensor = ops.gemm_reduce_scatter(
             a, b, bias, scatter_dim, out_dtype, chunk, encoded(invariant), group
@@ -92,7 +97,7 @@ def gemm_reduce_scatter(
     given = scaled(a_scale, b_scale, use_fast_accum)
     call = GemmCall(
         a, b, bias, scatter_dim, out, out_dtype, chunk=chunk, scaled=given,
-        invariant=encoded(invariant), group=group,
+        invariant=encoded(invariant), shards=mixed.encoded(shards), group=group,
     )  # fmt: skip
     return OP.result(call)
 

@@ -43,6 +43,8 @@ OPS = tuple(op for op, shape in SHAPES.items() if shape in (GemmShape, SumShape)
 """The ops of worlds of unlike nodes."""
 JOINT = "+"
 """Joins the accelerators of unlike nodes, in the order of the nodes, to the name of a world's."""
+Shards = Literal["even", "speed"] | Sequence[int]
+"""The shares of nodes in a dimension: even, by predicted speed, or the parts of a rank, by node."""
 _CHUNKS = 4
 _RATED: tuple[DtypeName, ...] = ("float16", "bfloat16", "float32")
 
@@ -185,7 +187,11 @@ def schedule(request: ScheduleRequest) -> Scheduled:
     plan, claims = request.plan, request.capabilities
     assert isinstance(claims, MixedCapabilities)
     assert isinstance(plan.shape, GemmShape | SumShape)
-    rows = -(-plan.shape.m // (1 if plan.op == "gemm_all_reduce" else plan.world_size))
+    shared = plan.shape.rows if isinstance(plan.shape, GemmShape) else ()
+    if not shared:
+        whole = plan.op == "gemm_all_reduce"
+        shared = (-(-plan.shape.m // (1 if whole else plan.world_size)),) * plan.nodes
+    rows = max(shared)
     step = min(rows, request.chunk or -(-rows // _CHUNKS))
     crosses = plan.dtype
     rounds = plan.op == "all_reduce" and plan.dtype == plan.out_dtype  # one rank adds all terms
@@ -193,7 +199,7 @@ def schedule(request: ScheduleRequest) -> Scheduled:
         crosses = _sums(claims, plan.dtype, plan.out_dtype)
     made = MixedSchedule(
         accelerators=tuple(side.accelerator for side in claims.sides),
-        rows=(rows,) * plan.nodes,
+        rows=shared,
         rows_per_chunk=step,
         wire=crosses,
     )
@@ -275,6 +281,16 @@ def wire_gbs(plan: CommonPart) -> float:
         Counter(nic for seat in site.seats for nic in seat.nics) for site in plan.placement.sites
     )
     return slowest / max(max(each.values(), default=1) for each in users)
+
+
+def encoded(shards: Shards) -> str | None:
+    """Return the argument ``shards`` of ops as native code compares it; None: even. ArgumentError."""
+    if not isinstance(shards, str):
+        return " ".join(map(str, shards))
+    if shards not in ("even", "speed"):
+        legal = "'even', 'speed' or the size of a rank's part, by node"
+        raise ArgumentError("shards", repr(shards), legal)
+    return None if shards == "even" else shards
 
 
 def shares(size: int, multiple: int, ranks: int, speeds: Sequence[float]) -> tuple[int, ...]:

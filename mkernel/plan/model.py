@@ -172,12 +172,13 @@ OpName = Literal[
 class GemmShape(Model):
     """Sizes of C [m, n] = A [m, k] @ B [k, n]. AllGather+GEMM: ``m`` counts all ranks' rows, ``n``
     is one rank's columns of B. GEMM+ReduceScatter and GEMM+AllReduce: ``k`` is one rank's share of
-    K."""
+    K. ``rows``: of ``m``, those of each rank of a node, by node; empty: ranks share ``m`` evenly."""
 
     kind: Literal["gemm"] = "gemm"
     m: int = Field(ge=1)
     n: int = Field(ge=1)
     k: int = Field(ge=1)
+    rows: tuple[int, ...] = ()
 
 
 class SumShape(Model):
@@ -454,7 +455,13 @@ class CommonPart(Model):
         if self.path == "library" and not isinstance(self.shape, GemmShape):
             raise ValueError(f"{self.op} has no library path")
         sharded = self.op in ("all_gather_gemm", "gemm_reduce_scatter")
-        if sharded and self.gemm.m % world:
+        rows = self.gemm.rows if isinstance(self.shape, GemmShape) else ()
+        whole = (
+            sharded and self.ranks_per_node * sum(rows) == self.gemm.m and min(rows, default=0) > 0
+        )
+        if rows and not (whole and len(rows) == self.nodes):
+            raise ValueError(f"shape.rows = {rows} are no shares of {self.nodes} nodes")
+        if sharded and not rows and self.gemm.m % world:
             raise ValueError(f"shape.m = {self.gemm.m} is not a multiple of {world} ranks")
         return self
 

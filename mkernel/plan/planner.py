@@ -25,6 +25,7 @@ from mkernel.plan.arguments import (
     check_scales,
 )
 from mkernel.plan.missing import WhatIf
+from mkernel.plan.mixed import MixedCapabilities
 from mkernel.plan.model import (
     E4M3,
     BiasStep,
@@ -300,6 +301,8 @@ class Plans:
         columns = None
         if isinstance(shape, GemmShape):
             columns = shape.n
+            if shape.rows and not isinstance(self.claims, MixedCapabilities):
+                raise Unsupported(f"rows = {shape.rows}: nodes that are alike share rows evenly")
             check_blocks(around.scales, "k", shape.k)
             arguments.check_segments(self.op, self.invariant, shape.k, self.ranks, around.scales)
         elif isinstance(shape, MoeShape | DispatchShape):

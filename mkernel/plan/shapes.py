@@ -89,7 +89,9 @@ def sizes_or_defaults(op: str, given: dict[str, int | bool | None]) -> dict[str,
     return {**DEFAULT_SIZES[forward(op)], **chosen}
 
 
-_NO_SIZES = ("kind", "activation", "capacity", "documents", "layout", "partial_dtype", "routed")
+_NO_SIZES = (
+    "kind", "activation", "capacity", "documents", "layout", "partial_dtype", "routed", "rows"
+)  # fmt: skip
 """Fields of shapes that are options of a call, not sizes of its tensors."""
 
 
@@ -248,7 +250,7 @@ def _check_gemm(
     out_dtype: DtypeName,
     capabilities: AcceleratorCapabilities,
 ) -> None:
-    if op != "gemm_all_reduce":  # the others cut M over the ranks
+    if op != "gemm_all_reduce" and not shape.rows:  # the others cut M over the ranks
         _check_multiple("m", shape.m, world, "the number of ranks")
     # K is a row's length in A, N in C and in row-major B: every row must start aligned. The
     # narrowest of the dtypes decides for N; an e4m3 B is never row-major, but libraries ask as much.

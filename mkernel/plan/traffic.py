@@ -259,6 +259,9 @@ def traffic_of(plan: LaunchPlan, routed: RoutedTokens | None = None) -> Traffic:
         shape = plan.shape
         assert isinstance(shape, GemmShape | SumShape)
         owned = how.owned(shape.m, shape.n, plan.world_size)
+    if isinstance(plan.shape, GemmShape) and plan.shape.rows:
+        width = plan.gemm.k if plan.op == "all_gather_gemm" else plan.gemm.n
+        owned = tuple(rows * width for rows in plan.shape.rows for _ in range(plan.ranks_per_node))
     way = Way(
         exchange=getattr(how, "exchange", "direct"),
         returns=getattr(how, "returns", "slots"),
@@ -334,23 +337,22 @@ def _of_sums(
     way: Way,
     scales: Scales | None,
 ) -> tuple[Flow, ...]:
-    size = DTYPE_BYTES[dtype]
-    if op == "all_gather_gemm":
-        assert isinstance(shape, GemmShape)
-        rows = shape.m / world
-        found = [Flow(True, _everyone(rows * shape.k), _everyone(rows * shape.k), size)]
+    gathered = shape if isinstance(shape, GemmShape) and op == "all_gather_gemm" else None
+    whole = shape.m * (shape.n if gathered is None else gathered.k)
+
+    def owned(owner: int, other: int) -> float:
+        return whole / world if way.owned is None else way.owned[owner]
+
+    if gathered is not None:
+        found = [Flow(True, owned, owned, DTYPE_BYTES[dtype])]
         if scales is not None:
-            of_a = prod(scales_of_rows(scales.mode, shape.m // world, shape.k))
+            of_a = prod(scales_of_rows(scales.mode, gathered.m // world, gathered.k))
             count = _everyone(of_a)
             found.append(Flow(True, count, count, DTYPE_BYTES["float32"], describes=True))
         return tuple(found)
     terms, results = (DTYPE_BYTES[each or dtype] for each in (way.partials, way.results))
-    whole = shape.m * shape.n
     if way.one_exchange:
         return (Flow(False, _everyone(whole), _everyone(whole), terms),)
-
-    def owned(owner: int, other: int) -> float:
-        return whole / world if way.owned is None else way.owned[owner]
 
     scattered = Flow(False, owned, owned, terms)
     if op == "gemm_reduce_scatter":

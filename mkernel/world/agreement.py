@@ -104,7 +104,7 @@ def planned_tensors(plan: LaunchPlan) -> dict[str, _Planned]:
     given, result = (plan.dtype,), (plan.out_dtype,)
     if isinstance(shape, GemmShape):
         vector = given if plan.scales is None else result
-        own, gathers = shape.m // world, plan.op == "all_gather_gemm"
+        own, gathers = None if shape.rows else shape.m // world, plan.op == "all_gather_gemm"
         rows = own if plan.op == "gemm_reduce_scatter" else shape.m
         found = {
             "a": _Planned((own if gathers else shape.m, shape.k), given),

@@ -68,6 +68,7 @@ class FailureMonitor:
         about: of the world, for the record of its failure; JSON-safe.
         raised: whether this rank has raised what broke the world.
         joining: the deadline of the join while there is one.
+        first: the rank that records of the accelerators' own kernels call 0.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class FailureMonitor:
         self._pads: dict[int, int] = {}
         self.notice: Notice | None = None
         self.raised = False
+        self.first = 0
         self.about: Mapping[str, Any] = {}
         self._keeping = threading.Lock()
         self._kept: str | None = None
@@ -258,13 +260,14 @@ class FailureMonitor:
 
     def _recorded(self) -> _Record | None:
         """Return what this rank's kernels and proxy recorded as wrong; None: nothing. Any thread."""
-        for pad, first in self._pads.items():
-            found: _Record | None = _transport.record_outcome(_transport.pad_record(pad))
+        records = [(_transport.pad_record(pad), first) for pad, first in self._pads.items()]
+        records += [(each.record(), self.first) for each in self.accelerators]
+        for record, first in records:
+            found: _Record | None = _transport.record_outcome(record) if record else None
             if found is not None:
                 found[1].peer += first
                 return found
-        kernels = filter(None, (each.record() for each in self.accelerators))
-        return next(filter(None, map(_transport.record_outcome, kernels)), None)
+        return None
 
     def _own_notice(self) -> Notice | None:
         """Return a notice of what this rank recorded as wrong before any rank reported an error, or of

@@ -16,7 +16,7 @@ from mkernel import machine, selection
 from mkernel.backends import registry
 from mkernel.errors import AlreadyInitialized, ArgumentError, NotInitialized, Unsupported
 from mkernel.plan.invariance import Invariant, Wanted, encoded
-from mkernel.plan.mixed import JOINT
+from mkernel.plan.mixed import JOINT, Shards
 from mkernel.settings import AUTO, Settings, check_timeout
 from mkernel.settings import load as load_settings
 from mkernel.world import environment, exposition, groups
@@ -426,7 +426,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, group: Group = None) -> torc
 
 def shard(
     size: int,
-    shards: Literal["even", "speed"] | Sequence[int] = "even",
+    shards: Shards = "even",
     *,
     multiple_of: int = 1,
     group: Group = None,
@@ -434,8 +434,8 @@ def shard(
     """Return this rank's part of a dimension that ranks may share unevenly where nodes are unlike: K of
     GEMM+AllReduce and GEMM+ReduceScatter, columns of B of AllGather+GEMM. Not collective.
 
-    Rows, and everything in worlds of one kind of node, are shared evenly. Ranks of a node have equal
-    parts.
+    Rows may be too (``shards`` of the ops). In worlds of one kind of node everything is shared evenly.
+    Ranks of a node have equal parts.
 
     Args:
         size: of the dimension, all ranks together.
@@ -450,10 +450,7 @@ def shard(
             of node, or no constants of some node. NotInitialized: there is no such world.
     """
     world = current(group)
-    parts = world.shares(size, shards, multiple_of)
-    me = world.identity
-    first = me.ranks_per_node * sum(parts[: me.node]) + me.local_rank * parts[me.node]
-    return slice(first, first + parts[me.node])
+    return world.part(world.shares(size, shards, multiple_of))
 
 
 def graph_pool(group: Group = None) -> tuple[int, int] | None:

@@ -112,7 +112,8 @@ class NodeCalls:
         """Open the backend. Collective among the node's ranks."""
         node = self._world.node
         self.engine.open(NodeExchange(failure, self._world), failure, itertools.count())
-        failure.guard(self.engine.heap.pad, self._world.rank - self.me.rank)
+        failure.first = self._world.rank - self.me.rank
+        failure.guard(self.engine.heap.pad, failure.first)
         prefix, group = f"node{node}", f"mkernel/{name}/node{node}"
         self.engine.join_group(store, prefix=prefix, name=group, one_host=True, undo=undo)
 
@@ -258,19 +259,17 @@ class Mixed(HostAccelerator):
     @torch.no_grad()
     def communicate(self, kernel: Kernel) -> None:
         """Send own rows to the rails of other nodes, chunk by chunk, where rows are gathered."""
-        if kernel.call.plan.op == "all_gather_gemm":
-            with self._module.stream(self._beside):
-                self._send(kernel)
-
-    def _send(self, kernel: Kernel) -> None:
         call = kernel.call
+        if call.plan.op != "all_gather_gemm":
+            return
         self._ready(kernel)
         node, a = self._world.node, call.tensors["a"]
         mine = _inbox(kernel)[node]
-        for chunk, rows in enumerate(call.plan.part(MixedSchedule).chunks(node)):
-            mine[rows].copy_(a[rows])
-            for peer in self._rail:
-                kernel.put(peer, mine[rows], self._arrival(chunk, kernel.rank))
+        with self._module.stream(self._beside):
+            for chunk, rows in enumerate(call.plan.part(MixedSchedule).chunks(node)):
+                mine[rows].copy_(a[rows])
+                for peer in self._rail:
+                    kernel.put(peer, mine[rows], self._arrival(chunk, kernel.rank))
 
     @torch.no_grad()
     def compute(self, kernel: Kernel) -> None:

@@ -6,7 +6,7 @@ import hmac
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed import Store
@@ -190,12 +190,17 @@ class World:
                 "it under torch.no_grad(), or train in a world of one kind (group=)"
             )
 
-    def shares(
-        self, size: int, wanted: Literal["even", "speed"] | Sequence[int], multiple: int
-    ) -> tuple[int, ...]:
+    def part(self, parts: Sequence[int]) -> slice:
+        """Return this rank's part of a dimension, of parts by node."""
+        me = self.identity
+        first = me.ranks_per_node * sum(parts[: me.node]) + me.local_rank * parts[me.node]
+        return slice(first, first + parts[me.node])
+
+    def shares(self, size: int, wanted: mixed.Shards, multiple: int = 1) -> tuple[int, ...]:
         """Return what each rank of a node gets of a dimension, by node; as
         :func:`mkernel.world.lifecycle.shard` says."""
         me, claims = self.identity, self._membership.engine.claims
+        mixed.encoded(wanted)
         if wanted == "even":
             return mixed.shares(size, multiple, me.ranks_per_node, [1.0] * me.nodes)
         if not isinstance(claims, mixed.MixedCapabilities):

@@ -38,8 +38,12 @@ def devices() -> tuple[str, list[str]]:
 
 
 @pairs
+@pytest.mark.parametrize("path", ["auto", "fused"])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=takes_ranks(2))])
-def test_ops_of_gpu_and_cpu_ranks(pair: str, ranks: int) -> None:
+def test_ops_of_gpu_and_cpu_ranks(
+    pair: str, ranks: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKERNEL_PATH", path)
     kinds = ["cuda" if name == "hopper" else "cpu" for name in pair.split("+")]
     wanted = [(kind, []) for kind in kinds for _ in range(ranks)]
     assert mkernel.launch(devices, **world(pair, ranks)) == wanted
@@ -56,6 +60,15 @@ def test_the_other_side_hears_of_a_rank_that_dies(victim: int) -> None:
         assert kind == "PeerFailure"
         assert f"rank {victim}" in message
         assert seconds < TIMEOUT_S / 2
+
+
+@takes_ranks(2)
+def test_a_gpu_rank_that_stays_away_is_named_by_all() -> None:
+    """The kernels of the other GPU rank of its node find out, which call it by its number there."""
+    given = world("ascend+hopper", ranks=2)
+    for kind, _, message in survivors(case("gemm_all_reduce"), 3, "absent", **given):
+        assert kind == "Timeout"
+        assert "rank 3" in message.lower()
 
 
 def with_one_shifted() -> list[str]:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from in_world import DEADLINE_S, TOLD_S, relative, survivors
 from judged_backends import Counted
-from unlike_ranks import SIZES, case, judge_refusals, refused, wrong_results
+from unlike_ranks import SIZES, case, judge_refusals, refused, unlike_rows, wrong_results
 
 import mkernel
 from mkernel.backends.runtime.host_kernels import Kernel
 from mkernel.conformance.ranks import judge_calls
-from mkernel.errors import MkernelError
+from mkernel.errors import MkernelError, Unsupported
+from mkernel.world import mixed
 from mkernel.world.mixed import Mixed, NodeCalls
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -89,22 +90,28 @@ def test_all_hear_of_a_rank_that_dies(victim: int) -> None:
         assert seconds < TOLD_S
 
 
-def with_one_shifted() -> list[str]:
-    """Put the rows of a chunk one row later than they belong, on one rank of one kind."""
-    if mkernel.world().rank == 0:
+def with_one_shifted(what: str) -> list[str]:
+    """Put the rows of a chunk, or a node's share of all rows, one row later than they belong, on one
+    rank of one kind."""
+    if mkernel.world().rank == 0 and what == "share":
+        placed = mixed._rows_of
+        mixed._rows_of = lambda plan, node, whole, each: placed(plan, node, whole.roll(1, 0), each)
+    elif mkernel.world().rank == 0:
         plain = Mixed._here
 
         def shifted(self: Mixed, part: torch.Tensor, tensors: Any) -> torch.Tensor:
             return plain(self, part.roll(1, 0), tensors)
 
         Mixed._here = shifted  # type: ignore[method-assign]
-    return [*judge_calls(case("all_gather_gemm"), 1)]
+    return [*judge_calls(case("all_gather_gemm"), 1), *unlike_rows()]
 
 
-def test_a_planted_shift_of_a_row_is_found() -> None:
-    found = mkernel.launch(with_one_shifted, ranks_per_node=1, **BOTH)
-    assert "wrong" in found[0][0]
-    assert found[1] == []
+@pytest.mark.parametrize("what", ["chunk", "share"])
+def test_a_planted_shift_of_a_row_is_found(what: str) -> None:
+    found = mkernel.launch(with_one_shifted, what, ranks_per_node=1, **BOTH)
+    assert any("wrong" in each for each in found[0]) or what == "share"
+    assert any("gather" in each and "off by" in each for each in found[0])
+    assert (what == "chunk") == (found[1] == [])
 
 
 def last_chunk_held_back(flag: Path) -> list[str]:
@@ -136,6 +143,19 @@ def test_the_first_chunk_is_multiplied_before_the_last_has_come(tmp_path: Path) 
     """A rank's 60 rows cross in three chunks."""
     found = mkernel.launch(last_chunk_held_back, tmp_path / "flag", ranks_per_node=1, **BOTH)
     assert found == [[], []]
+
+
+def of_nodes_that_are_alike() -> None:
+    half = torch.ones(4, 32).half()
+    for call in (mkernel.all_gather_gemm, mkernel.gemm_reduce_scatter):
+        with pytest.raises(Unsupported, match="are alike"):
+            call(half, half.t(), shards=[4])
+    with pytest.raises(Unsupported, match="are alike"):
+        mkernel.plan("gemm_rs", m=4, n=32, k=32, rows=(4,))
+
+
+def test_nodes_that_are_alike_share_rows_evenly() -> None:
+    mkernel.launch(of_nodes_that_are_alike, accelerator="streams")
 
 
 def of_one_node() -> None:
