@@ -41,16 +41,7 @@ from mkernel.plan.model import (
 from mkernel.plan.paths import LEAST_FUSED_SUMS
 from mkernel.plan.pipeline import Chunking, GemmTile, Pipeline, Tiling
 from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest
-from mkernel.plan.standard import (
-    MAX_CHUNKS,
-    USUAL_TILE,
-    by_rows,
-    by_tiles,
-    choose,
-    comm_blocks,
-    cut,
-    tiling,
-)
+from mkernel.plan.standard import MAX_CHUNKS, by_rows, by_tiles, choose, comm_blocks, cut, tiling
 from mkernel.settings import load_as, variable
 
 _PREFIX = str(AscendSettings.model_config["env_prefix"])
@@ -256,7 +247,7 @@ def _gemm(request: ScheduleRequest) -> Scheduled:
 def check_steps(plan: CommonPart, cut: Tiling) -> None:
     """Raise ValueError for K steps that invariant results do not have, which have the same in every
     plan of an op and a dtype."""
-    usual = {"all_gather_gemm": GATHER_TILE, "moe_dispatch_gemm": USUAL_TILE}
+    usual = {"all_gather_gemm": GATHER_TILE, "moe_dispatch_gemm": GemmTile()}
     own = tiling(plan.dtype, usual.get(plan.op, REDUCE_TILE))
     if plan.invariant is not None and (cut.tile_k, cut.step_k) != (own.tile_k, own.step_k):
         raise ValueError(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mkernel import Invariant
 from mkernel.backends.accelerators.ascend import AscendAccelerator
-from mkernel.backends.accelerators.ascend.schedule import ProductSchedule
+from mkernel.backends.accelerators.ascend.schedule import DispatchSchedule, ProductSchedule
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.contracts.tree import tree_sum
 from mkernel.conformance.checks.bits import same_bits, telling_leaves
@@ -164,6 +164,11 @@ def test_rows_of_experts_depend_on_nothing_else() -> None:
             rows = [chance.randrange(len(x)) for _ in range(8 * chance.randint(1, 20))]
             found = rows_of_experts(world, chunk, x[rows], ids[rows], w)
             assert same_bits(first[rows], found), (world, chunk, len(rows))
+    plan = planned_of("moe_dispatch_gemm", (1, 2), {**EXPERTS, "tokens": 8}, None)
+    cut = plan.part(DispatchSchedule).tiling
+    other = scheduled(plan, tiling=cut.model_copy(update={"step_k": cut.step_k // 2}))
+    with pytest.raises(ArgumentError, match=r"plan\.schedule .*invariant"):
+        AscendAccelerator().workspace(other)
 
 
 @pytest.mark.parametrize("op", SUMS)
