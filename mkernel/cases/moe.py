@@ -415,7 +415,7 @@ class MoeRowsCase(MoeCase):
         def call(given: Tensors, **options: Any) -> Done:
             return dispatch_rows(
                 given["x"], given["topk_ids"], given.get("x_scale"), chunk=self.chunk,
-                num_experts=self.sizes["experts"], **options,
+                num_experts=self.sizes["experts"], invariant=encoded(self.invariant), **options,
             )  # fmt: skip
 
         sent = self._dispatched(call, tensors, execution)

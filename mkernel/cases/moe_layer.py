@@ -14,6 +14,7 @@ from mkernel.cases.base import NOWHERE, Outcome, Tensors, times
 from mkernel.cases.moe import HomeCase, RankIteration, Wanted, dispatched, gated, wide
 from mkernel.ops import moe_gemm_combine
 from mkernel.ops.common import Execution
+from mkernel.plan.invariance import encoded
 from mkernel.plan.model import DTYPE_BYTES
 
 OP = "moe_layer"
@@ -89,7 +90,10 @@ class MoeLayerCase(HomeCase):
     def called(self, tensors: Tensors, outputs: Tensors, execution: Execution) -> Outcome:
         """Make both calls; plan and record are the dispatch's, what came ``then`` is the combine's."""
         between = torch.float8_e4m3fn if self._scaled else None
-        sent = dispatched(tensors, activation="silu_and_mul", out_dtype=between, **execution)
+        promise = encoded(self.invariant)
+        sent = dispatched(
+            tensors, activation="silu_and_mul", out_dtype=between, invariant=promise, **execution
+        )
         home = moe_gemm_combine.gemm_combine(
             sent.outputs["outputs"],
             tensors["w2"],
@@ -98,6 +102,7 @@ class MoeLayerCase(HomeCase):
             h_scale=sent.outputs.get("scales"),
             w2_scale=tensors.get("w2_scale"),
             out_dtype=getattr(torch, self.out_dtype),
+            invariant=promise,
             **execution,
         )
         return Outcome(home.outputs, sent.plan, sent.record, then=home.record)

@@ -21,7 +21,7 @@ from mkernel.ops import moe_gemm_combine
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
 
-T, H, I, E, K, SEGMENTS = 40, 128, 128, 16, 4, 8
+T, H, WIDTH, E, K, SEGMENTS = 40, 128, 128, 16, 4, 8
 WORLDS = [(1, 2, 0), (2, 1, 0), (1, 4, 0), (2, 2, 1), (1, 8, 0)]
 LONG = [pytest.param(*world, marks=pytest.mark.long) for world in ((2, 2, 0), (2, 4, 1), (4, 2, 1))]
 """Nodes, ranks of each, and whether these relay."""
@@ -68,7 +68,7 @@ def tensors(draw: Draw) -> Tensors:
             return torch.randint(-2, 3, sizes, generator=chance).float()
         return torch.randn(sizes, generator=chance)
 
-    columns = I if draw.activation is None else 2 * I
+    columns = WIDTH if draw.activation is None else 2 * WIDTH
     of_w = torch.float8_e4m3fn if draw.scaled else draw.dtype
     popular = torch.arange(E) + 1.0
     ids = torch.multinomial(1 / popular, T * K, True, generator=chance).view(T, K)
@@ -80,7 +80,7 @@ def tensors(draw: Draw) -> Tensors:
         "x": some(T, H).to(draw.dtype),
         "ids": ids,
         "w": some(E, columns, H).to(of_w).transpose(1, 2),
-        "w2": some(E, H, I).to(of_w).transpose(1, 2),
+        "w2": some(E, H, WIDTH).to(of_w).transpose(1, 2),
         "weights": weights,
         "of_rows": some(T, K, columns),
         "of_out": some(T, H),
@@ -123,7 +123,7 @@ def called(draw: Draw, given: Tensors, tokens: Tensor, chance: random.Random) ->
         **scales, **options,
     )  # fmt: skip
     rows = len(places)
-    h = sent.outputs[:, :I].detach().contiguous()
+    h = sent.outputs[:, :WIDTH].detach().contiguous()
     more = {"w2_scale": mine(given["w2_scale"])} if draw.scaled else {}
     options["returns"] = chance.choice(["slots", "ranks"])
     h.requires_grad_(not draw.scaled)
@@ -252,7 +252,7 @@ def test_the_bits_are_those_of_the_tree(alone: list[dict[str, Tensor]]) -> None:
                 assert (made.double() - product).norm() <= 0.01 * product.norm()
                 if draw.exact:
                     assert torch.equal(made, product.float().to(made.dtype))
-                y = multiplied(draw, made[:I].double(), made.dtype) @ w2[expert]
+                y = multiplied(draw, made[:WIDTH].double(), made.dtype) @ w2[expert]
                 weight = given["weights"][token, slot].double()
                 leaves[expert * SEGMENTS // E, token] += weight * rounded(y, partial)
                 truth[token] += weight * y
@@ -268,7 +268,7 @@ def layer(ranks: int, compiled: bool) -> list[Tensor]:
     for dtype in (torch.bfloat16, torch.float8_e4m3fn)[: 1 if compiled else 2]:
         torch.manual_seed(5)
         whole = torch.nn.Module()
-        for name, shape in (("gate_up_proj", (E, 2 * I, H)), ("down_proj", (E, H, I))):
+        for name, shape in (("gate_up_proj", (E, 2 * WIDTH, H)), ("down_proj", (E, H, WIDTH))):
             value = torch.randn(shape).div(8).bfloat16()
             whole.register_parameter(name, torch.nn.Parameter(value))
         x = torch.randn(T, H).bfloat16()

@@ -151,9 +151,11 @@ def twice(*given: torch.Tensor) -> torch.Tensor:
     return 2 * _weighted_sums(*given)
 
 
-def backwards(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def backwards(
+    rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, *rest: Any
+) -> torch.Tensor:
     """Add a node's results in the opposite order of slots."""
-    return _weighted_sums(rows, places.flip(1), weights.flip(1))
+    return _weighted_sums(rows, places.flip(1), weights.flip(1), *rest)
 
 
 FAULTS: dict[str, Callable[..., Any]] = {

@@ -14,7 +14,7 @@ from mkernel.backends.accelerators.ascend.schedule import (
     GemmSchedule,
     ProductSchedule,
     ReduceSchedule,
-    steps_of,
+    check_steps,
 )
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.plan.model import LaunchPlan
@@ -34,12 +34,8 @@ class GemmOp:
         how: ProductSchedule = plan.part(GemmSchedule if _gathers(plan) else ReduceSchedule)
         shape, chunking, world = plan.gemm, how.chunking, plan.world_size
         cut = chunking.model_dump(exclude={"chunks_per_rank"})
-        promise, steps = plan.invariant, steps_of(plan)
-        if steps not in (None, (chunking.tile_k, chunking.step_k)):
-            raise ValueError(
-                f"tile_k, step_k = {chunking.tile_k}, {chunking.step_k}, but invariant results of "
-                f"{plan.op} in {plan.dtype} have {steps[0]}, {steps[1]}"
-            )
+        promise = plan.invariant
+        check_steps(plan, chunking)
         geometry: _Geometry
         if not isinstance(how, ReduceSchedule):
             geometry = native().AgGemmGeometry(

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mkernel.backends.accelerators.ascend.op import TORCH_DTYPES, Blocks, Prepared, dense, native
-from mkernel.backends.accelerators.ascend.schedule import CombineSchedule, DispatchSchedule
+from mkernel.backends.accelerators.ascend.schedule import (
+    CombineSchedule,
+    DispatchSchedule,
+    check_steps,
+)
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.errors import CapacityExceeded
 from mkernel.plan.model import CombineShape, DispatchShape, LaunchPlan, MoeShape
@@ -45,10 +49,11 @@ class MoeDispatchOp:
 
     def geometry(self, plan: LaunchPlan) -> _ascend.MoeDispatchGeometry:
         """Return the kernels' geometry. ValueError for rows or tiles that the on-chip buffers
-        cannot hold."""
+        cannot hold, and for steps that invariant results do not have."""
         shape = plan.shape
         assert isinstance(shape, MoeShape)
         how = plan.part(DispatchSchedule)
+        check_steps(plan, how.tiling)
         return _dispatch_geometry(plan, shape.hidden, how.rows_per_chunk, how.tiling)
 
     def blocks(self, plan: LaunchPlan) -> Blocks:

@@ -244,14 +244,16 @@ def _gemm(request: ScheduleRequest) -> Scheduled:
     return _reduce(request, how)
 
 
-def steps_of(plan: CommonPart) -> tuple[int, int] | None:
-    """Return ``tile_k`` and ``step_k`` of invariant results, which are the same in every plan of an
-    op and a dtype; None if the plan promises none."""
-    if plan.invariant is None:
-        return None
-    usual = GATHER_TILE if plan.op == "all_gather_gemm" else REDUCE_TILE
-    cut = tiling(plan.dtype, usual)
-    return cut.tile_k, cut.step_k
+def check_steps(plan: CommonPart, cut: Tiling) -> None:
+    """Raise ValueError for K steps that invariant results do not have, which have the same in every
+    plan of an op and a dtype."""
+    usual = {"all_gather_gemm": GATHER_TILE, "moe_dispatch_gemm": GemmTile()}
+    own = tiling(plan.dtype, usual.get(plan.op, REDUCE_TILE))
+    if plan.invariant is not None and (cut.tile_k, cut.step_k) != (own.tile_k, own.step_k):
+        raise ValueError(
+            f"tile_k, step_k = {cut.tile_k}, {cut.step_k}, but invariant results of {plan.op} in "
+            f"{plan.dtype} have {own.tile_k}, {own.step_k}"
+        )
 
 
 def _tile(usual: GemmTile, how: AscendSettings, plan: CommonPart) -> GemmTile:

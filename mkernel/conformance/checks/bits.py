@@ -12,7 +12,7 @@ from mkernel.cases import Case
 from mkernel.conformance.accelerator_subject import AcceleratorSubject, blame
 from mkernel.conformance.check import Check
 from mkernel.conformance.grid import GEMMS, judge_typical, typical, with_tensors
-from mkernel.conformance.ranks import Judge, describe, seconds_apart, where
+from mkernel.conformance.ranks import EXPERTS, Judge, describe, seconds_apart, where
 from mkernel.harness.outcome import CheckSkipped
 from mkernel.plan.invariance import Invariant
 
@@ -62,7 +62,7 @@ _SEGMENTS, _OF_SEGMENT, _COLUMNS, _RANDOM_ROWS = 8, 32, 72, 132
 _LARGE = 2.0**14
 _SUM = Invariant(_SEGMENTS, "float16")
 """A float16 sum, which loses terms up to four beside ``_LARGE``."""
-_PROMISES = (*GEMMS, "all_reduce")
+_PROMISES = (*GEMMS, "all_reduce", *EXPERTS)
 
 
 def telling_leaves(leaves: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +91,7 @@ def _claimed(subject: AcceleratorSubject) -> tuple[str, ...]:
 
 class _Variant(NamedTuple):
     """A call, or several, that must give rows the bits that they have in another: which rows each
-    passes, in chunks of which size, and on which path."""
+    passes, in chunks of which size, and on which path, or in which way results come home."""
 
     name: str
     calls: tuple[torch.Tensor, ...]
@@ -100,7 +100,11 @@ class _Variant(NamedTuple):
 
 
 class _Promise:
-    """One op with invariant results: whole tensors, and any rows of them as cases."""
+    """One op with invariant results: whole tensors, and any rows of them as cases.
+
+    In those of experts a token goes to each of as many as there are segments, in an order of its own,
+    and its weights are the leaves, of results of one.
+    """
 
     def __init__(self, subject: AcceleratorSubject, op: str, world_size: int) -> None:
         random = torch.Generator().manual_seed(subject.seed)
@@ -114,6 +118,9 @@ class _Promise:
             spread = leaves.t()[:, :, None].expand(-1, -1, self._columns)
             self._x = torch.cat((spread, others), 1)
             return
+        if op in EXPERTS:
+            self._experts(leaves, random)
+            return
         k = _SEGMENTS * _OF_SEGMENT
         self._a, self._b = (
             torch.randn(size, generator=random) for size in ((self.rows, k), (k, self._columns))
@@ -125,8 +132,38 @@ class _Promise:
         self._a[: len(leaves), firsts + 1] = torch.where(large, 0.0, 1.0)
         self._b[firsts], self._b[firsts + 1] = _LARGE**0.5, 1.0
 
+    def _experts(self, leaves: torch.Tensor, random: torch.Generator) -> None:
+        def some(*sizes: int) -> torch.Tensor:
+            return torch.randn(sizes, generator=random)
+
+        places, each = (self.rows, _SEGMENTS), self._columns
+        ids = torch.rand(places, generator=random).argsort(1)
+        of_experts = some(*places)
+        of_experts[: len(leaves)] = leaves
+        self._tokens = {"x": some(self.rows, each), "h": some(*places, each)}
+        for rows in self._tokens.values():
+            rows[: len(leaves)] = 0.0
+            rows[: len(leaves), ..., 0] = 1.0
+        self._tokens |= {"topk_ids": ids, "topk_weights": of_experts.gather(1, ids)}
+        self._w = {name: some(_SEGMENTS, each, each) for name in ("w", "w2")}
+        for w in self._w.values():
+            w[:, 0] = 1.0
+
+    def _experts_case(self, rows: torch.Tensor, variant: _Variant, world_size: int) -> Case:
+        sizes = {"tokens": len(rows) // world_size, "experts": _SEGMENTS, "top_k": _SEGMENTS}
+        sizes |= dict.fromkeys(("hidden", "features"), self._columns)
+        case = typical(self._subject, self._op, world_size, sizes, chunk=variant.chunk)
+        given = {name: each[rows] for name, each in self._tokens.items()} | self._w
+        kind = getattr(torch, case.dtype)
+        exact = ("topk_ids", "topk_weights")
+        given |= {name: given[name].to(kind) for name in given if name not in exact}
+        options = {"tensors": given, "invariant": _SUM}
+        return case.with_(options={**options, "returns": variant.path} if variant.path else options)
+
     def case(self, rows: torch.Tensor, variant: _Variant, world_size: int) -> Case:
         """Return a call on these rows."""
+        if self._op in EXPERTS:
+            return self._experts_case(rows, variant, world_size)
         sizes = {"m": len(rows), "n": self._columns}
         if self._op != "all_reduce":
             gathers = self._op == "all_gather_gemm"
@@ -146,11 +183,21 @@ class _Promise:
         size = world[0] * world[1]
         cases = [self.case(rows, each, size) for each in variants for rows in each.calls]
         found = self._subject.launch(rank_results, cases, world=world)
-        scattered = self._op == "gemm_reduce_scatter"
         calls = iter(zip(*found, strict=True))
         for each in variants:
-            parts = [next(calls) for _ in each.calls]
-            yield each, torch.cat([torch.cat(one) if scattered else one[0] for one in parts])
+            yield each, torch.cat([self._whole(rows, next(calls)) for rows in each.calls])
+
+    def _whole(self, rows: torch.Tensor, parts: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """Return the result of a call's rows from what ranks have of it, with those of its experts."""
+        if self._op not in (*EXPERTS, "gemm_reduce_scatter"):
+            return parts[0]["out"]
+        out = torch.cat([part["out"] for part in parts])
+        if self._op != "moe_dispatch_gemm":
+            return out
+        by_expert = torch.cat([part["outputs"] for part in parts])
+        by_place = torch.empty_like(by_expert)
+        by_place[self._tokens["topk_ids"][rows].flatten().argsort(stable=True)] = by_expert
+        return torch.cat((out, by_place.view(len(rows), -1)), 1)
 
     def wrong(
         self, variants: Sequence[_Variant], world: tuple[int, int], first: torch.Tensor | None
@@ -165,14 +212,17 @@ class _Promise:
                 found.append(f"{where}: rows have other bits")
         assert first is not None
         known = self.known[:, None].expand(-1, self._columns)
-        if self._op != "all_gather_gemm" and not torch.equal(first[: len(known)].float(), known):
+        adds = "moe_combine" if self._op == "moe_dispatch_gemm" else self._op
+        adds_so = adds in self._subject.capabilities.invariant_ops and adds != "all_gather_gemm"
+        sums = first[: len(known), : self._columns]
+        if adds_so and not torch.equal(sums.float(), known):
             found.append(f"{self._op} on {world[0]}x{world[1]}: not added by the tree")
         return found, first
 
 
-def rank_results(cases: Sequence[Case]) -> list[torch.Tensor]:
+def rank_results(cases: Sequence[Case]) -> list[dict[str, torch.Tensor]]:
     """Return this rank's results."""
-    return [_results(case, 0)["out"] for case in cases]
+    return [_results(case, 0) for case in cases]
 
 
 def chunk_invariance(subject: AcceleratorSubject) -> None:
@@ -192,6 +242,8 @@ def chunk_invariance(subject: AcceleratorSubject) -> None:
                 _Variant("few rows at a time", (mixed[:4], mixed[4:24], mixed[24:88], mixed[88:])),
             ]
             found += promise.wrong(variants, world, None)[0]
+        if found and subject.first_find:
+            break
     blame(found)
 
 
@@ -207,10 +259,14 @@ def split_invariance(subject: AcceleratorSubject) -> None:
         every = torch.arange(promise.rows)
         for world in [one for one in worlds if claims.provides(op, one[0])]:
             both = op in claims.library_ops and op not in claims.only_library_ops and world[0] == 1
-            paths = ("fused", "library") if both else (None,)
+            paths: Sequence[str | None] = ("fused", "library") if both else (None,)
+            if op == "moe_gemm_combine":
+                paths = claims.ways_home(world[0])
             variants = [_Variant(f"path {path or 'auto'}", (every,), path=path) for path in paths]
             wrong, first = promise.wrong(variants, world, first)
             found += wrong
+        if found and subject.first_find:
+            break
     blame(found)
 
 

@@ -37,7 +37,7 @@ from mkernel.conformance.faults.altering import (
 from mkernel.conformance.faults.rows import Plant, Row, checks_by_name, planted
 from mkernel.conformance.grid import GEMMS
 from mkernel.errors import Unsupported
-from mkernel.plan.invariance import segments_of
+from mkernel.plan.invariance import Invariant, group_of, segments_of
 from mkernel.plan.model import AttentionShape, DispatchShape, LaunchPlan, MoeShape
 from mkernel.plan.ops import COMPANIONS
 from mkernel.plan.pipeline import Chunking
@@ -268,21 +268,47 @@ def _add_leaves(
 
     def again(ended: Ended) -> None:
         call, out = ended.call, ended.outputs["out"]
-        invariant, world = call.plan.invariant, call.plan.world_size
-        if invariant is None:
+        if call.plan.invariant is None:
             return
-        a, b = (call.tensors[name].float() for name in "ab")
-        partial = getattr(torch, invariant.partial_dtype or "float32")
-        parts = segments_of(invariant.segments // world, len(b))
-        own = torch.stack([(a[:, one:end] @ b[one:end]).to(partial) for one, end in parts])
-        found = [torch.empty_like(own) for _ in range(world)]
-        torch.distributed.all_gather(found, own, group=call.group)
-        total = add(ended, list(torch.cat(found)))
-        if call.plan.op == "gemm_reduce_scatter":
+        of_experts = "w2" in call.tensors
+        own = (_leaves_of_experts if of_experts else _leaves)(call, call.plan.invariant)
+        total = add(ended, list(torch.cat(_of_ranks(call, own))))
+        if of_experts or call.plan.op == "gemm_reduce_scatter":
             total = total[call.rank * len(out) :][: len(out)]
         out.copy_(total)
 
     return again
+
+
+def _of_ranks(call: Call, own: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.empty_like(own) for _ in range(call.plan.world_size)]
+    torch.distributed.all_gather(found, own.contiguous(), group=call.group)
+    return found
+
+
+def _leaves(call: Call, invariant: Invariant) -> torch.Tensor:
+    """Return this rank's leaves of a product, [segments / W, M, N]."""
+    a, b = (call.tensors[name].float() for name in "ab")
+    partial = getattr(torch, invariant.partial_dtype or "float32")
+    parts = segments_of(invariant.segments // call.plan.world_size, len(b))
+    return torch.stack([(a[:, one:end] @ b[one:end]).to(partial) for one, end in parts])
+
+
+def _leaves_of_experts(call: Call, invariant: Invariant) -> torch.Tensor:
+    """Return this rank's leaves of the weighted results of all ranks' tokens, [segments / W, T * W,
+    H]."""
+    h, w2 = (call.tensors[name].float() for name in ("h", "w2"))
+    weights = torch.cat(_of_ranks(call, call.tensors["topk_weights"]))
+    ids = call.tensors["routing"][: weights.numel()].view(weights.shape)
+    world, partial = call.plan.world_size, getattr(torch, invariant.partial_dtype or "float32")
+    leaves, row = h.new_zeros((invariant.segments // world, len(ids), w2.shape[2])), 0
+    for expert, w in enumerate(w2):
+        token, slot = (ids == call.rank * len(w2) + expert).nonzero(as_tuple=True)
+        y = (h[row : row + len(token)] @ w).to(partial).float()
+        group = group_of(expert, len(w2), len(leaves))
+        leaves[group].index_add_(0, token, y * weights[token, slot, None])
+        row += len(token)
+    return leaves.to(partial)
 
 
 def _in_float64(ended: Ended, leaves: list[torch.Tensor]) -> torch.Tensor:
@@ -295,7 +321,7 @@ def _turned_by_rank(ended: Ended, leaves: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _few_in_float64(ended: Ended, leaves: list[torch.Tensor]) -> torch.Tensor:
-    few = ended.call.plan.gemm.m < 32
+    few = len(leaves[0]) < 32
     return _in_float64(ended, leaves) if few else tree_sum(leaves)
 
 
@@ -556,6 +582,7 @@ def _launch_and_leave_a_thread(self: Honest, call: Call) -> Any:
 
 
 _AS_CLAIMED = claims(lambda honest: {"rounded_partials": True})
+_OF_EXPERTS = claims(lambda honest: {"invariant_ops": ("moe_gemm_combine",)})
 
 
 # fmt: off
@@ -718,6 +745,15 @@ TABLE: tuple[Row, ...] = (
             "split-invariance", ended(_add_leaves(_turned_by_rank)), ops=SUMS),
     planted(Altered, "SplitsByRows", "An invariant sum of few rows is added in another way.",
             "chunk-invariance", ended(_add_leaves(_few_in_float64)), ops=SUMS),
+    planted(Altered, "SumsGroupsInFloat64", "Adds groups of experts in float64.",
+            "split-invariance", _OF_EXPERTS, ended(_add_leaves(_in_float64)),
+            ops=("moe_gemm_combine",)),
+    planted(Altered, "TurnsGroupsByRank", "A rank's tree begins with its own experts.",
+            "split-invariance", _OF_EXPERTS, ended(_add_leaves(_turned_by_rank)),
+            ops=("moe_gemm_combine",)),
+    planted(Altered, "SplitsByTokens", "Groups of experts of few tokens are added in another way.",
+            "chunk-invariance", _OF_EXPERTS, ended(_add_leaves(_few_in_float64)),
+            ops=("moe_gemm_combine",)),
     planted(Altered, "RanksDiffer", "One rank's copy of a result has another last bit.",
             "replicas", results(_nudge, when=lambda ended: ended.call.rank == 1)),
     planted(Altered, "SwapsRanks", "Rows of ranks 0 and 1 change places.", "rank-order",

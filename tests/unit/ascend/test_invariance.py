@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mkernel import Invariant
 from mkernel.backends.accelerators.ascend import AscendAccelerator
-from mkernel.backends.accelerators.ascend.schedule import ProductSchedule
+from mkernel.backends.accelerators.ascend.schedule import DispatchSchedule, ProductSchedule
 from mkernel.backends.accelerators.ascend.timeline import model
 from mkernel.backends.contracts.tree import tree_sum
 from mkernel.conformance.checks.bits import same_bits, telling_leaves
@@ -24,7 +24,7 @@ from mkernel.plan.pipeline import Chunking
 from mkernel.plan.planner import plan as plan_of
 from mkernel.topology.reshape import split_into_nodes
 
-from .rig import A3, World, scheduled, traces
+from .rig import A3, PATIENCE_S, World, scheduled, traces
 
 SUMS: tuple[OpName, ...] = ("gemm_reduce_scatter", "gemm_all_reduce")
 OPS: tuple[OpName, ...] = ("all_gather_gemm", *SUMS)
@@ -45,11 +45,22 @@ def planned(
     k: int = K,
     n: int = N,
 ) -> LaunchPlan:
+    ranks = world[0] * world[1]
+    sizes = {"m": m, "n": n, "k": k if op == "all_gather_gemm" else k // ranks}
+    return planned_of(op, world, sizes, chunk, how)
+
+
+def planned_of(
+    op: OpName,
+    world: tuple[int, int],
+    sizes: dict[str, int],
+    chunk: int | None,
+    how: Invariant | None = HOW,
+) -> LaunchPlan:
     accelerator, (nodes, ranks) = AscendAccelerator(), world
     map_ = split_into_nodes(MACHINE, nodes, ranks, devices.SIM, devices.SOFT)
     where = WalkedWorld(accelerator, map_, ranks)
     far = nodes > 1
-    sizes = {"m": m, "n": n, "k": k if op == "all_gather_gemm" else k // (nodes * ranks)}
     return plan_of(
         op, sizes, dtype="float16", out_dtype="float32", around=Around(invariant=how),
         world=where.map, accelerator="ascend", capabilities=where.claims,
@@ -108,6 +119,56 @@ def test_bits_of_a_row_depend_on_nothing_else(op: OpName) -> None:
             )
             found = result(planned(op, world, len(rows), chunk), a[rows], b)
             assert same_bits(first[rows], found), (world, chunk, len(rows))
+
+
+EXPERTS = {"hidden": 2 * OF_SEGMENT, "features": N, "experts": 8, "top_k": 3}
+
+
+def rows_of_experts(
+    world: tuple[int, int], chunk: int | None, x: Tensor, ids: Tensor, w: Tensor
+) -> Tensor:
+    """Dispatch whole tensors; return the rows of all places, [T * W, k, N]."""
+    size = world[0] * world[1]
+    sizes = {**EXPERTS, "tokens": len(x) // size}
+    plan = planned_of("moe_dispatch_gemm", world, sizes, chunk)
+    words = AscendAccelerator().routing_words(size, sizes["tokens"], ids.shape[1], len(w)) + 1
+    with World(plan) as at:
+        at.poison()
+        at.epoch = 1
+        parts = [each.chunk(size) for each in (x, ids, w)]
+        launches = [
+            at.launch(
+                rank,
+                dict(zip(("x", "topk_ids", "w"), own, strict=True))
+                | {"routing": torch.empty(words, dtype=torch.int32)},
+            )
+            for rank, own in enumerate(zip(*parts, strict=True))
+        ]
+        assert all(launch.wait(PATIENCE_S) for launch in launches)
+        by_expert = torch.cat([launch.results()["outputs"] for launch in launches])
+    found = torch.empty_like(by_expert)
+    found[ids.flatten().argsort(stable=True)] = by_expert
+    return found.view(*ids.shape, -1)
+
+
+def test_rows_of_experts_depend_on_nothing_else() -> None:
+    random_of, chance = torch.Generator().manual_seed(61), random.Random(61)
+    x, w = (
+        torch.randn(sizes, generator=random_of).half()
+        for sizes in ((88, EXPERTS["hidden"]), (8, EXPERTS["hidden"], N))
+    )
+    ids = torch.rand(88, 8, generator=random_of).argsort(1)[:, :3].contiguous()
+    first = rows_of_experts((1, 1), None, x, ids, w)
+    for world in WORLDS:
+        for chunk in (None, chance.randint(1, 3)):
+            rows = [chance.randrange(len(x)) for _ in range(8 * chance.randint(1, 20))]
+            found = rows_of_experts(world, chunk, x[rows], ids[rows], w)
+            assert same_bits(first[rows], found), (world, chunk, len(rows))
+    plan = planned_of("moe_dispatch_gemm", (1, 2), {**EXPERTS, "tokens": 8}, None)
+    cut = plan.part(DispatchSchedule).tiling
+    other = scheduled(plan, tiling=cut.model_copy(update={"step_k": cut.step_k // 2}))
+    with pytest.raises(ArgumentError, match=r"plan\.schedule .*invariant"):
+        AscendAccelerator().workspace(other)
 
 
 @pytest.mark.parametrize("op", SUMS)

@@ -13,7 +13,12 @@ from torch import Tensor
 import mkernel
 from mkernel import Invariant
 from mkernel.backends.contracts import invariant_product
-from mkernel.backends.contracts.invariant_product import block_of, check_products, first_difference
+from mkernel.backends.contracts.invariant_product import (
+    block_of,
+    check_products,
+    first_difference,
+    in_blocks,
+)
 from mkernel.backends.contracts.norm import row_mean
 from mkernel.errors import ArgumentError, DtypeError, ShapeError, Unsupported
 
@@ -146,3 +151,15 @@ def test_the_mean_of_a_row_depends_on_the_row(width: int) -> None:
     whole = row_mean(rows, invariant=True)
     assert torch.equal(torch.cat([row_mean(each[None], invariant=True) for each in rows]), whole)
     assert torch.allclose(whole, rows.double().mean(-1, keepdim=True).float(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("function", [torch.nn.functional.silu, lambda x: x * len(x)])
+def test_elementwise_functions_see_blocks_of_one_size(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    """One that depends on its block's size shows it for certain."""
+    x = torch.randn(300, 129, generator=torch.Generator().manual_seed(4))
+    whole = in_blocks(function, x)
+    assert in_blocks(function, x[:0]).shape == (0, 129)
+    for rows in (slice(0, 1), slice(7, 9), slice(128, 299), slice(None, None, 3)):
+        assert torch.equal(in_blocks(function, x[rows]), whole[rows])

@@ -11,7 +11,14 @@ from plan_worlds import CAPABILITIES, make
 from mkernel.backends.contracts.tree import tree_sum
 from mkernel.errors import ArgumentError, DtypeError, ShapeError, Unsupported
 from mkernel.plan.arguments import Around, check_segments, promised
-from mkernel.plan.invariance import Invariant, encoded, pairs, resolved, segments_of
+from mkernel.plan.invariance import (
+    Invariant,
+    encoded,
+    group_of,
+    pairs,
+    resolved,
+    segments_of,
+)
 from mkernel.plan.model import LaunchPlan, Scales
 from mkernel.plan.traffic import traffic_of
 from mkernel.settings import Settings
@@ -103,6 +110,15 @@ def test_k_of_segments() -> None:
     with pytest.raises(ShapeError, match=r"k = 128 .*a multiple of 256"):
         check_segments("gemm_reduce_scatter", Invariant(8), 128, 4, Scales(mode="block"))
     assert segments_of(4, 64) == ((0, 16), (16, 32), (32, 48), (48, 64))
+
+
+@pytest.mark.parametrize(("experts", "segments"), [(64, 8), (16, 8), (6, 8), (12, 4), (2, 2)])
+def test_ranks_have_whole_groups_of_experts(experts: int, segments: int) -> None:
+    groups = [group_of(expert, experts, segments) for expert in range(experts)]
+    assert groups == sorted(groups)
+    for ranks in (ranks for ranks in (1, 2, 4) if experts % ranks == segments % ranks == 0):
+        own, of = experts // ranks, segments // ranks
+        assert all(group // of == expert // own for expert, group in enumerate(groups))
 
 
 def test_the_tree() -> None:
