@@ -329,6 +329,8 @@ def check_blocks(scales: Scales | None, name: str, k: int) -> None:
 # ---- invariant results ---------------------------------------------------------------------------
 
 _SUMS_OF_PRODUCTS = tuple(op for op in _GEMMS if op != "all_gather_gemm")
+UNDIVIDED: tuple[OpName, ...] = ("all_gather_gemm", "ring_attention")
+"""Ops whose invariant results know no segments."""
 
 
 def promised(
@@ -358,7 +360,7 @@ def promised(
     for name, given in (("dtype", dtype), ("out_dtype", out_dtype)):
         if given == "float64":
             raise DtypeError(name, given, "at most float32, with invariant results")
-    if op == "all_gather_gemm":
+    if op in UNDIVIDED:
         return Invariant(1, "float32")
     if wanted.segments % ranks:
         legal = f"a power of two that the world's {ranks} ranks divide"

@@ -28,7 +28,7 @@ from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.errors import Unsupported
 from mkernel.plan.invariance import Invariant
-from mkernel.plan.model import Activation, DtypeName, LaunchPlan, ScaleMode
+from mkernel.plan.model import Activation, AttentionShape, DtypeName, LaunchPlan, ScaleMode
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import load_as
 from mkernel.topology.cost import MachineConstants
@@ -170,8 +170,8 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         """Return a window if messages are puts; otherwise nothing, because torch's allocator serves
         the calls."""
         how = schedules.check(plan, self._device.name)
-        if plan.invariant is not None and plan.op in schedules.GEMMS:
-            self._check_products(plan, plan.invariant)
+        if plan.invariant is not None:
+            self._check_invariant(plan, plan.invariant)
         if how.window_bytes == 0:
             return Workspace()
         if self._windows is None:
@@ -181,15 +181,19 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
             )
         return self._windows.workspace(plan)
 
-    def _check_products(self, plan: LaunchPlan, invariant: Invariant) -> None:
-        """Raise Unsupported unless torch's products keep the promise for a plan's segments."""
+    def _check_invariant(self, plan: LaunchPlan, invariant: Invariant) -> None:
+        """Raise Unsupported unless what torch computes keeps the promise: products of a plan's
+        segments, or attention."""
         import torch
 
+        from mkernel.backends.accelerators.streams import invariant_attention
         from mkernel.backends.contracts.invariant_product import check_products
 
-        own = max(1, invariant.segments // plan.world_size)
         device = torch.empty(0, device=self.device).device  # with its index
-        check_products(device, plan.gemm.k // own)
+        if plan.op in schedules.GEMMS:
+            check_products(device, plan.gemm.k // max(1, invariant.segments // plan.world_size))
+        elif isinstance(plan.shape, AttentionShape):
+            invariant_attention.check(device, plan.shape.head_dim)
 
     def routing_words(self, world: int, tokens: int, top_k: int, experts: int) -> int:
         """Return the number of words of the ids of all ranks' tokens, plus one for the number of
@@ -271,7 +275,7 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         compute_cores=device.cores,
         comm_cores=1,
         stream_ordered=device.queues,
-        invariant_ops=(*schedules.GEMMS, "all_reduce"),
+        invariant_ops=(*schedules.GEMMS, "all_reduce", "ring_attention"),
         kinds=tuple(DEVICES),
         process_group=True,
         put_ops=PUT_OPS if copies else (),

@@ -143,7 +143,7 @@ class Mkernel(Contender):
 
     def _attended(self, inputs: Inputs) -> Tensors:
         out, lse = mkernel.ring_attention(
-            *(inputs[name] for name in "qkv"), causal=self._causal, return_lse=True
+            *(inputs[name] for name in "qkv"), causal=self._causal, return_lse=True, **self._promise
         )
         return {"out": out, "lse": lse}
 
