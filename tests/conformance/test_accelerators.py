@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing"
 
 CHECKS = accelerator_checks()
 SKIPPED = {
-    "ascend": {"activations", "queued-calls", "documents", "scales", "split-attention"},
+    "ascend": {"activations", "queued-calls", "documents", "scales"},
     "mkernel.conformance.faults:Fault": {"queued-calls"},
 }
 """Backend → checks of what it does not claim."""

@@ -217,7 +217,12 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
             dtypes=("float16", "bfloat16", "float32"),
             out_dtypes=("float32", "float16", "bfloat16"),
             rounded_partials=True,
-            invariant_ops=("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"),
+            invariant_ops=(
+                "all_gather_gemm",
+                "gemm_reduce_scatter",
+                "gemm_all_reduce",
+                "ring_attention",
+            ),
             b_layouts=("row", "column"),
             pitched=("a", "b"),
             alignment_bytes=16,

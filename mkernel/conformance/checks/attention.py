@@ -178,7 +178,9 @@ def documents(subject: AcceleratorSubject) -> None:
 
 # ---- invariant results ---------------------------------------------------------------------------
 
-_LENGTH, _FIRST, _SOME = 384, 100, slice(37, None, 50)
+_BLOCKS, _FIRST, _SOME = 256, 100, slice(37, None, 50)
+"""The positions of a rank, which are whole blocks where pieces of causal sequences have to be, of the
+largest world."""
 
 
 class _Variant(NamedTuple):
@@ -197,11 +199,12 @@ class _Variant(NamedTuple):
     moved: int = 0
 
 
-def _variants(subject: AcceleratorSubject, size: int) -> Iterator[_Variant]:
+def _variants(subject: AcceleratorSubject, size: int, length: int) -> Iterator[_Variant]:
     """Yield calls on the same whole tensors: in chunks, a sequence alone, beside other rows, and with a
     document in another place."""
     for causal in (False, True):
-        wanted: dict[str, Any] = {"batch": 2, "sequence": _LENGTH, "causal": causal}
+        wanted: dict[str, Any] = {"batch": 2, "heads": 2, "kv_heads": 1}
+        wanted |= {"sequence": length, "causal": causal}
         plain = typical(subject, _OP, size, wanted)
         drawn = plain.with_(sizes={**plain.sizes, "causal": False}).inputs(0, 1, 0)
         like = f"causal={causal}"
@@ -209,15 +212,15 @@ def _variants(subject: AcceleratorSubject, size: int) -> Iterator[_Variant]:
         other = {**drawn, "q": 3 * drawn["q"].flip(2)}
         other["q"][:, :, _SOME] = drawn["q"][:, :, _SOME]
         yield _Variant(like, "whole", whole)
-        yield _Variant(like, "chunks of 5", whole.with_(chunk=5))
+        yield _Variant(like, "chunks of 37", whole.with_(chunk=37))
         alone = _promising(plain, {name: each[1:] for name, each in drawn.items()})
         yield _Variant(like, "a sequence alone", alone, batch=slice(1, None))
         yield _Variant(like, "beside other rows", _promising(plain, other), rows=_SOME)
         if subject.capabilities.documents:
             turned = {name: each.roll(-_FIRST, 2) for name, each in drawn.items()}
             for bounds, given, moved in (
-                ((0, _FIRST, _LENGTH), drawn, 0),
-                ((0, _LENGTH - _FIRST, _LENGTH), turned, _FIRST),
+                ((0, _FIRST, length), drawn, 0),
+                ((0, length - _FIRST, length), turned, _FIRST),
             ):
                 placed = _promising(plain, given, cu_seqlens=bounds)
                 rows = slice(_FIRST, None) if moved else slice(None)
@@ -238,12 +241,13 @@ def split(subject: AcceleratorSubject) -> None:
         raise CheckSkipped(f"not claimed: invariant results of {_OP} (invariant_ops)")
     first: dict[str, dict[str, torch.Tensor]] = {}
     found: list[str] = []
-    more = () if subject.quick else ((1, 2), (2, 2))
-    for world in subject.worlds((1, 1), (1, 4), *more):
+    worlds = subject.worlds((1, 1), (1, 2), *(() if subject.quick else ((1, 4), (2, 2))))
+    length = _BLOCKS * max(nodes * each for nodes, each in worlds)
+    for world in worlds:
         if not subject.capabilities.provides(_OP, world[0]):
             continue
         size = world[0] * world[1]
-        variants = list(_variants(subject, size))
+        variants = list(_variants(subject, size, length))
         ranks = subject.launch(rank_bits, [each.case for each in variants], world=world)
         for each, *parts in zip(variants, *ranks, strict=True):
             for name in ("out", "lse"):
