@@ -295,13 +295,16 @@ class MkernelInvariant(Mkernel):
 
     name = "mkernel-invariant"
     promises = True
+    ops = (*GEMMS, "all_reduce", "ring_attention")
+    ops_text = "for the GEMM ops, AllReduce and attention"
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
         if "invariant" not in problem.case.options:
             return "the run asks for no invariant results: --invariant"
-        promised = problem.op in mkernel.capabilities().invariant_ops
-        return None if promised else "the accelerator does not promise it"
+        if problem.op in cls.ops and problem.op not in mkernel.capabilities().invariant_ops:
+            return "the accelerator does not promise it"
+        return super().unusable(problem)
 
 
 class MkernelSequential(Mkernel):
