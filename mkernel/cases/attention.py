@@ -23,6 +23,7 @@ from mkernel.cases.base import (
 from mkernel.ops import ring_attention
 from mkernel.ops.common import Execution
 from mkernel.ops.zigzag import zigzag_positions
+from mkernel.plan.invariance import encoded
 
 LSE_TOLERANCE = 1e-5
 """Relative Frobenius error of the log-sum-exp. It is float32 whatever the inputs are: products of
@@ -103,6 +104,7 @@ class RingAttentionCase(Case):
             scale=self.options.get("scale"),
             chunk=self.chunk,
             cu_seqlens=None if documents is None else torch.tensor(documents, dtype=torch.int32),
+            invariant=encoded(self.invariant),
             **execution,
         )
         return Outcome(done.outputs, done.plan, done.record)

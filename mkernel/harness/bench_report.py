@@ -162,30 +162,28 @@ def promise(report: Report) -> list[str]:
     """Say of each op and mode what invariant results cost: our time over that of our fastest way
     without them, and over the unfused way's (geometric means, rows below :data:`FEW_ROWS` apart)."""
     found = []
-    kinds = dict.fromkeys((row.shape.op, row.mode) for row in report.rows)
-    for op, mode in kinds if report.spec.invariant is not None else ():
-        for few in (False, True):
-            rows = [
-                _medians(row)
-                for row in report.rows
-                if (row.shape.op, row.mode) == (op, mode) and few == _is_few(row)
-            ]
-            over = [_over(each, (n for n in OURS if n not in PROMISING)) for each in rows]
-            ahead = [_over(each, PROMISING[1:]) for each in rows]
-            parts = [
-                f"{statistics.geometric_mean(ratios):.3f} of {what} ({len(ratios)} rows, "
-                f"{min(ratios):.3f} to {max(ratios):.3f})"
-                for what, each in (("our time without", over), ("the unfused way's", ahead))
-                if (ratios := [ratio for ratio in each if ratio is not None])
-            ]
-            if parts:
-                which = f"below {FEW_ROWS} rows" if few else f"from {FEW_ROWS} rows on"
-                found.append(f"{SHORT.get(op, op)}, {mode}, {which}: {'; '.join(parts)}")
+    kinds: dict[str, list[dict[str, float]]] = {}
+    for row in report.rows if report.spec.invariant is not None else ():
+        kinds.setdefault(_kind(row), []).append(_medians(row))
+    for kind, rows in kinds.items():
+        over = [_over(each, (n for n in OURS if n not in PROMISING)) for each in rows]
+        ahead = [_over(each, PROMISING[1:]) for each in rows]
+        parts = [
+            f"{statistics.geometric_mean(ratios):.3f} of {what} ({len(ratios)} of {len(rows)} rows, "
+            f"{min(ratios):.3f} to {max(ratios):.3f})"
+            for what, each in (("our time without", over), ("the unfused way's", ahead))
+            if (ratios := [ratio for ratio in each if ratio is not None])
+        ]
+        if parts:
+            found.append(f"{kind}: {'; '.join(parts)}")
     return found
 
 
-def _is_few(row: Row) -> bool:
-    return row.shape.named_sizes.get("m", FEW_ROWS) < FEW_ROWS
+def _kind(row: Row) -> str:
+    m, kind = row.shape.m, f"{SHORT.get(row.shape.op, row.shape.op)}, {row.mode}"
+    if m is None:
+        return kind
+    return f"{kind}, below {FEW_ROWS} rows" if m < FEW_ROWS else f"{kind}, from {FEW_ROWS} rows on"
 
 
 def _medians(row: Row) -> dict[str, float]:

@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from mkernel.errors import ArgumentError, ShapeError
 from mkernel.ops.ring_attention import ring_attention
+from mkernel.plan.invariance import Wanted, encoded
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -24,7 +25,12 @@ class RingAttention(Module):
     """
 
     def __init__(
-        self, *, causal: bool = False, scale: float | None = None, group: Group = None
+        self,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        invariant: Wanted = None,
+        group: Group = None,
     ) -> None:
         """Make the layer, which has no parameters.
 
@@ -32,6 +38,7 @@ class RingAttention(Module):
             causal: position i attends to positions up to i, and ranks hold the positions of the
                 zigzag split; else rank r holds [r·S/W, (r+1)·S/W).
             scale: factor of the scores; default D^-0.5.
+            invariant: as :func:`mkernel.ring_attention` takes it.
             group: the group whose world is used; None: the default one.
 
         Raises:
@@ -40,6 +47,8 @@ class RingAttention(Module):
         super().__init__()
         world = current(group)
         self.causal, self.scale, self.group = causal, scale, world.name
+        self.invariant = invariant
+        encoded(invariant)  # or ArgumentError
         self._takes_positions = "positions" in (
             world.engine("ring_attention").claims.attention_layouts
         )
@@ -66,6 +75,7 @@ class RingAttention(Module):
             causal=self.causal,
             scale=self.scale,
             cu_seqlens=cu_seqlens,
+            invariant=self.invariant,
             group=self.group,
         )
         return out.transpose(1, 2)

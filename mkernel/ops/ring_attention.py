@@ -24,6 +24,7 @@ from mkernel.ops.common import Done, Execution, engine_for, plan_for
 from mkernel.ops.plain import plain, untraced
 from mkernel.ops.registration import called, register
 from mkernel.ops.steps import Steps
+from mkernel.plan.invariance import Wanted, encoded
 from mkernel.world.groups import Group
 from mkernel.world.lifecycle import current
 
@@ -64,6 +65,7 @@ def call(
     scale: float | None = None,
     chunk: int | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    invariant: str | None = None,
     group: Group = None,
     steps: Steps | None = None,
     **execution: Unpack[Execution],
@@ -102,7 +104,7 @@ def call(
         validate.same_dtype(f"{name}.dtype", tensor, "q", q)
     if scale is not None and not math.isfinite(scale):
         raise ArgumentError("scale", scale, "a finite number")
-    plan = plan_for(world, _OP, sizes, dtype, dtype, chunk=chunk)
+    plan = plan_for(world, _OP, sizes, dtype, dtype, invariant=invariant, chunk=chunk)
     out = steps.do(torch.empty_like, q)
     lse = steps.empty(q.shape[:3], q, validate.DTYPES[plan.sums])
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
@@ -120,6 +122,7 @@ class _Options(TypedDict, total=False):
     scale: float | None
     chunk: int | None
     cu_seqlens: torch.Tensor | None
+    invariant: Wanted
     group: Group
 
 
@@ -155,6 +158,7 @@ def ring_attention(
     chunk: int | None = None,
     cu_seqlens: torch.Tensor | None = None,
     return_lse: bool = False,
+    invariant: Wanted = None,
     group: Group = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute attention of this rank's queries over the keys and values of all ranks.
@@ -180,6 +184,9 @@ def ring_attention(
             on q's device. How the sequence is split does not depend on them. Accelerators whose
             capabilities have ``documents`` take it.
         return_lse: also return the log-sum-exp of the scaled scores.
+        invariant: promise that a row's bits depend on that row and the keys that it sees alone, counted
+            from the first of its document, for every number of ranks (docs/invariance.md); True and
+            any ``Invariant`` are the same. Gradients are not promised. None: as the world says.
         group: names the world; None: the default one.
 
     Returns:
@@ -197,7 +204,15 @@ def ring_attention(
     attends, named = called(group)
     out: torch.Tensor
     out, lse = attends.ring_attention(
-        q, k, v, cu_seqlens, causal=causal, scale=scale, chunk=chunk, group=named
+        q,
+        k,
+        v,
+        cu_seqlens,
+        causal=causal,
+        scale=scale,
+        chunk=chunk,
+        invariant=encoded(invariant),
+        group=named,
     )
     return (out, lse) if return_lse else out
 
@@ -217,7 +232,7 @@ def _fake(
 
 register(
     "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens=None, *, bool causal=False, "
-    "float? scale=None, int? chunk=None, str group) -> (Tensor, Tensor)",
+    "float? scale=None, int? chunk=None, str? invariant=None, str group) -> (Tensor, Tensor)",
     _kernel,
     _fake,
     gradients.save,

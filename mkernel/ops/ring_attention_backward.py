@@ -92,7 +92,7 @@ def call(
     if cu_seqlens is not None:
         require_documents(engine, OP)
         checked_documents(cu_seqlens, rows * world.size, world.accelerator.device)
-    plan = plan_for(world, OP, sizes, dtype, dtype, chunk=chunk)
+    plan = plan_for(world, OP, sizes, dtype, dtype, invariant="off", chunk=chunk)
     options = {"scale": width**-0.5 if scale is None else float(scale)}
     record = steps.launch(world, plan, {**given, **written}, options=options, **execution)
     for name, tensor in found.items():
@@ -125,7 +125,7 @@ register(
 def save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
     """Keep all tensors of the call."""
     ctx.set_materialize_grads(False)
-    ctx.options = dict(keyword_only_inputs)
+    ctx.options = {name: each for name, each in keyword_only_inputs.items() if name != "invariant"}
     ctx.save_for_backward(*inputs, *output)
 
 

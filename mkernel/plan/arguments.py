@@ -329,8 +329,13 @@ def check_blocks(scales: Scales | None, name: str, k: int) -> None:
 # ---- invariant results ---------------------------------------------------------------------------
 
 _SUMS_OF_PRODUCTS = tuple(op for op in _GEMMS if op != "all_gather_gemm")
-UNDIVIDED: tuple[OpName, ...] = ("all_gather_gemm", "moe_dispatch", "moe_dispatch_gemm")
-"""Ops whose invariant results add nothing over ranks, nor over experts."""
+UNDIVIDED: tuple[OpName, ...] = (
+    "all_gather_gemm",
+    "moe_dispatch",
+    "moe_dispatch_gemm",
+    "ring_attention",
+)
+"""Ops whose invariant results know no segments: they add nothing over ranks, nor over experts."""
 
 
 def promised(

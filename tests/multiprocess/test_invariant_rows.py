@@ -291,9 +291,11 @@ def world_level() -> list[str]:
     plan = mkernel.ops.gemm_all_reduce.OP.call(mkernel.ops.gemm.GemmCall(a, b)).plan
     assert plan.invariant == Invariant(4, "float32")
     assert plan.world_size == size
-    q = torch.ones(1, 2, 4, 8)
+    x, ids = torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int64)
+    sent = mkernel.moe_dispatch(x, ids, num_experts=size)
+    weights = torch.ones(4, 1)
     return [
-        refused(lambda: mkernel.ring_attention(q, q, q)),
+        refused(lambda: mkernel.moe_combine(sent.outputs, sent.handle, weights)),
         refused(lambda: mkernel.gemm_all_reduce(a[:, :5], b[:5], invariant=False)),
     ]
 
@@ -301,8 +303,8 @@ def world_level() -> list[str]:
 def test_a_world_refuses_ops_that_promise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKERNEL_INVARIANT", "1")
     monkeypatch.setenv("MKERNEL_INVARIANT_SEGMENTS", "4")
-    attention, off = mkernel.launch(world_level, ranks_per_node=2, accelerator="streams")[0]
-    assert "does not promise invariant results of 'ring_attention'" in attention
+    combine, off = mkernel.launch(world_level, ranks_per_node=2, accelerator="ascend")[0]
+    assert "does not promise invariant results of 'moe_combine'" in combine
     assert off == "done"
 
 

@@ -217,7 +217,7 @@ class AscendAccelerator(AcceleratorBackend, Instrumented):
             dtypes=("float16", "bfloat16", "float32"),
             out_dtypes=("float32", "float16", "bfloat16"),
             rounded_partials=True,
-            invariant_ops=tuple(op for op in _OPS if op not in ("moe_combine", "ring_attention")),
+            invariant_ops=tuple(op for op in _OPS if op != "moe_combine"),
             b_layouts=("row", "column"),
             pitched=("a", "b"),
             alignment_bytes=16,

@@ -22,7 +22,7 @@ L1, L0AB, L0C = 512 << 10, 64 << 10, 128 << 10
 """Bytes of a cube core's buffers (``isa/tile.hpp``)."""
 VECTORS_PER_CUBE = 2
 """Vector cores of the compute kernel for each of its cube cores, if it has any."""
-MOST_QUERIES, MOST_KEYS, RESULTS = 128, 1024, 128 * 128
+MOST_QUERIES, MOST_KEYS, ORDERED_KEYS, RESULTS = 128, 1024, 128, 128 * 128
 """Attention's limits: queries of a row block, keys of a tile, and elements of a block's results.
 Long pieces have tiles of ``BLOCKS`` blocks and of all these keys; short ones have tiles of one
 block and of half the keys (``kernels/ring_attention/args.hpp``)."""
@@ -256,6 +256,8 @@ def attended(
         BLOCKS if long_pieces else 1
     )
     keys = min(MOST_KEYS if long_pieces else MOST_KEYS // 2, piece)
+    if plan.invariant is not None:
+        keys = min(ORDERED_KEYS, piece)
     items = shape.batch * shape.heads * (own // piece) * -(-piece // queries)
     scores = work(shape, world) / (4.0 * width)
     if shape.causal:  # tiles across the diagonal are computed whole

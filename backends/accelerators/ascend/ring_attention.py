@@ -22,11 +22,20 @@ class RingAttentionOp:
 
     def geometry(self, plan: LaunchPlan) -> _ascend.RingAttentionGeometry:
         """Return the kernels' geometry. ShapeError for heads that are too wide for the on-chip
-        buffers."""
+        buffers, and for invariant results of pieces that cut blocks of keys."""
         shape = _shape(plan)
         widest = native().MAX_HEAD_DIM
         if shape.head_dim > widest:
             raise ShapeError("head_dim", shape.head_dim, f"at most {widest} on 'ascend'")
+        pieces, block = plan.world_size * (2 if shape.causal else 1), native().ORDERED_KEYS
+        promise = plan.invariant is not None
+        if promise and pieces > 1 and shape.sequence % (block * pieces):
+            legal = (
+                f"a multiple of {block * pieces}: {pieces} pieces of whole blocks of {block} keys"
+            )
+            raise ShapeError(
+                "sequence", shape.sequence, f"{legal}, with invariant results on 'ascend'"
+            )
         how = plan.part(AttentionSchedule)
         geometry: _ascend.RingAttentionGeometry = native().RingAttentionGeometry(
             world=plan.world_size,
@@ -36,6 +45,7 @@ class RingAttentionOp:
             rows=shape.sequence // plan.world_size,
             head_dim=shape.head_dim,
             causal=shape.causal,
+            ordered=promise,
             dtype=plan.dtype,
             rows_per_chunk=how.rows_per_chunk,
             cubes=how.cube_cores,

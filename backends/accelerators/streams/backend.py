@@ -28,7 +28,7 @@ from mkernel.backends.contracts.status import Status
 from mkernel.backends.runtime.host_memory import HostMemory
 from mkernel.errors import Unsupported
 from mkernel.plan.invariance import Invariant
-from mkernel.plan.model import Activation, DtypeName, LaunchPlan, ScaleMode
+from mkernel.plan.model import Activation, AttentionShape, DtypeName, LaunchPlan, ScaleMode
 from mkernel.plan.request import Scheduled, ScheduleRequest
 from mkernel.settings import load_as
 from mkernel.topology.cost import MachineConstants
@@ -171,7 +171,7 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
         the calls."""
         how = schedules.check(plan, self._device.name)
         if plan.invariant is not None:
-            self._check_products(plan, plan.invariant)
+            self._check_invariant(plan, plan.invariant)
         if how.window_bytes == 0:
             return Workspace()
         if self._windows is None:
@@ -181,13 +181,17 @@ class StreamsAccelerator(AcceleratorBackend, Instrumented):
             )
         return self._windows.workspace(plan)
 
-    def _check_products(self, plan: LaunchPlan, invariant: Invariant) -> None:
-        """Raise Unsupported unless torch's products keep the promise for a plan's segments."""
+    def _check_invariant(self, plan: LaunchPlan, invariant: Invariant) -> None:
+        """Raise Unsupported unless what torch computes keeps the promise: products of a plan's
+        segments, or attention."""
         import torch
 
+        from mkernel.backends.accelerators.streams import invariant_attention
         from mkernel.backends.contracts.invariant_product import check_products
 
         device = torch.empty(0, device=self.device).device  # with its index
+        if isinstance(plan.shape, AttentionShape):
+            invariant_attention.check(device, plan.shape.head_dim)
         for k in schedules.depths(plan, invariant):
             check_products(device, k)
 

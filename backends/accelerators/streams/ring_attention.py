@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mkernel.backends.accelerators.streams import invariant_attention
 from mkernel.backends.accelerators.streams.call_streams import CallStreams, Message, Sent
 from mkernel.backends.accelerators.streams.exchange import chunks
 from mkernel.backends.accelerators.streams.merged_attention import MergedAttention
@@ -46,6 +47,9 @@ class Queries(NamedTuple):
 
 def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     """Fill ``out`` and ``lse``."""
+    if call.plan.invariant is not None:
+        _invariant(call, streams)
+        return {}
     with streams.compute():
         q, scale, _ = queries(call)
         documents = boundaries(call)
@@ -67,6 +71,50 @@ def run(call: Call, streams: CallStreams) -> Mapping[str, Any]:
     with streams.compute():
         merged.finish()
     return {}
+
+
+def _invariant(call: Call, streams: CallStreams) -> None:
+    """Fill ``out`` and ``lse`` by tiles. All keys travel before the first row is computed."""
+    sizes = shape(call)
+    with streams.compute():
+        documents = boundaries(call) or (0, sizes.sequence)
+    steps = list(blocks(call, streams))
+    with streams.compute():
+        k, v = (_whole(call, [(source, each[at]) for source, *each in steps]) for at in range(2))
+        q, scale = call.tensors["q"], float(call.options["scale"])
+        at = torch.cat(
+            [
+                torch.arange(position, position + length, device=q.device)
+                for _, position, length in pieces(call, call.rank)
+            ]
+        )
+        for begin, end in pairwise(documents):
+            mine = ((at >= begin) & (at < end)).nonzero().flatten()
+            if not len(mine):
+                continue
+            last = at[mine] - begin if sizes.causal else torch.full_like(mine, end - begin - 1)
+            for batch in range(sizes.batch):
+                for head in range(sizes.kv_heads):
+                    keys, values = (each[batch, head, begin:end] for each in (k, v))
+                    heads = slice(*(sizes.heads // sizes.kv_heads * n for n in (head, head + 1)))
+                    rows = q[batch, heads][:, mine].float() * scale
+                    found = invariant_attention.attend(
+                        rows.flatten(0, 1), last.repeat(len(rows)), keys, values
+                    )
+                    for name, each in zip(("out", "lse"), found, strict=True):
+                        place = call.tensors[name][batch, heads]
+                        place[:, mine] = each.view(rows.shape[:2] + each.shape[1:]).to(place.dtype)
+
+
+def _whole(call: Call, parts: list[tuple[int, Tensor]]) -> Tensor:
+    """Return the ranks' keys, or values, [B, Hkv, S, D] in the order of positions, in float32."""
+    batch, heads, rows, width = parts[0][1].shape
+    size = (batch, heads, rows * call.plan.world_size, width)
+    whole = parts[0][1].new_empty(size, dtype=torch.float32)
+    for source, part in parts:
+        for row, position, length in pieces(call, source):
+            whole[:, :, position : position + length] = part[:, :, row : row + length]
+    return whole
 
 
 def shape(call: Call) -> AttentionShape:
@@ -113,8 +161,8 @@ def _parts_of_documents(call: Call, source: int, documents: Sequence[int]) -> It
     """Yield each piece of the sequence of the own queries with each piece of the keys, document by
     document. Two pieces are the same one, or have no position in common."""
     causal = shape(call).causal
-    for queries_at, queries_from, length in _pieces(call, call.rank):
-        for keys_at, keys_from, _ in _pieces(call, source):
+    for queries_at, queries_from, length in pieces(call, call.rank):
+        for keys_at, keys_from, _ in pieces(call, source):
             if causal and keys_from > queries_from:
                 continue
             for begin, end in pairwise(documents):
@@ -124,7 +172,7 @@ def _parts_of_documents(call: Call, source: int, documents: Sequence[int]) -> It
                     yield Part(queries, keys, causal and keys_from == queries_from)
 
 
-def _pieces(call: Call, rank: int) -> list[tuple[int, int, int]]:
+def pieces(call: Call, rank: int) -> list[tuple[int, int, int]]:
     """Return the first row, the first position and the length of each piece that a rank has."""
     world, rows = call.plan.world_size, call.tensors["q"].shape[2]
     if not shape(call).causal:

@@ -4,17 +4,19 @@ documents, in every layout that is claimed."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from mkernel.cases import Case
-from mkernel.conformance.accelerator_subject import AcceleratorSubject
+from mkernel.conformance.accelerator_subject import AcceleratorSubject, blame
 from mkernel.conformance.check import Check
+from mkernel.conformance.checks.bits import same_bits
 from mkernel.conformance.grid import attended, typical, with_tensors
-from mkernel.conformance.ranks import each_case, judge_calls
+from mkernel.conformance.ranks import Judge, each_case, judge_calls
 from mkernel.harness.outcome import CheckSkipped
+from mkernel.plan.invariance import Invariant
 
 _OP = "ring_attention"
 
@@ -174,6 +176,96 @@ def documents(subject: AcceleratorSubject) -> None:
         subject.judge(each_case, judge_calls, cases, 1, world=world)
 
 
+# ---- invariant results ---------------------------------------------------------------------------
+
+_BLOCKS, _FIRST, _SOME = 256, 100, slice(37, None, 50)
+"""The positions of a rank, which are whole blocks where pieces of causal sequences have to be, of the
+largest world."""
+
+
+class _Variant(NamedTuple):
+    """A call that must give some rows [B, :, S] the bits that they have in another one.
+
+    Attributes:
+        like: the name of that one, the first of this name. batch, rows: which rows of it. moved: by how
+            many positions they stand earlier here.
+    """
+
+    like: str
+    name: str
+    case: Case
+    batch: slice = slice(None)
+    rows: slice = slice(None)
+    moved: int = 0
+
+
+def _variants(subject: AcceleratorSubject, size: int, length: int) -> Iterator[_Variant]:
+    """Yield calls on the same whole tensors: in chunks, a sequence alone, beside other rows, and with a
+    document in another place."""
+    for causal in (False, True):
+        wanted: dict[str, Any] = {"batch": 2, "heads": 2, "kv_heads": 1}
+        wanted |= {"sequence": length, "causal": causal}
+        plain = typical(subject, _OP, size, wanted)
+        drawn = plain.with_(sizes={**plain.sizes, "causal": False}).inputs(0, 1, 0)
+        like = f"causal={causal}"
+        whole = _promising(plain, drawn)
+        other = {**drawn, "q": 3 * drawn["q"].flip(2)}
+        other["q"][:, :, _SOME] = drawn["q"][:, :, _SOME]
+        yield _Variant(like, "whole", whole)
+        yield _Variant(like, "chunks of 37", whole.with_(chunk=37))
+        alone = _promising(plain, {name: each[1:] for name, each in drawn.items()})
+        yield _Variant(like, "a sequence alone", alone, batch=slice(1, None))
+        yield _Variant(like, "beside other rows", _promising(plain, other), rows=_SOME)
+        if subject.capabilities.documents:
+            turned = {name: each.roll(-_FIRST, 2) for name, each in drawn.items()}
+            for bounds, given, moved in (
+                ((0, _FIRST, length), drawn, 0),
+                ((0, length - _FIRST, length), turned, _FIRST),
+            ):
+                placed = _promising(plain, given, cu_seqlens=bounds)
+                rows = slice(_FIRST, None) if moved else slice(None)
+                yield _Variant(f"{like}, documents", f"at {moved}", placed, rows=rows, moved=moved)
+
+
+def _promising(case: Case, whole: Mapping[str, torch.Tensor], **options: Any) -> Case:
+    """Return a call on these whole tensors, with invariant results."""
+    made = with_tensors(case, **whole)
+    sizes = {**case.sizes, "batch": len(whole["q"])}
+    return made.with_(sizes=sizes, options={**made.options, "invariant": Invariant(), **options})
+
+
+def split(subject: AcceleratorSubject) -> None:
+    """Split the same sequences over several worlds, in chunks, beside other rows, and place a document
+    elsewhere. The log-sum-exp, which is float32, tells in which order blocks were merged."""
+    if _OP not in subject.capabilities.invariant_ops:
+        raise CheckSkipped(f"not claimed: invariant results of {_OP} (invariant_ops)")
+    first: dict[str, dict[str, torch.Tensor]] = {}
+    found: list[str] = []
+    worlds = subject.worlds((1, 1), (1, 2), *(() if subject.quick else ((1, 4), (2, 2))))
+    length = _BLOCKS * max(nodes * each for nodes, each in worlds)
+    for world in worlds:
+        if not subject.capabilities.provides(_OP, world[0]):
+            continue
+        size = world[0] * world[1]
+        variants = list(_variants(subject, size, length))
+        ranks = subject.launch(rank_bits, [each.case for each in variants], world=world)
+        for each, *parts in zip(variants, *ranks, strict=True):
+            for name in ("out", "lse"):
+                whole = torch.cat([part[name] for part in parts], 2)
+                at = torch.cat([each.case.positions(rank, size) for rank in range(size)])
+                result = torch.empty_like(whole).index_copy_(2, at, whole).roll(each.moved, 2)
+                wanted = first.setdefault(each.like, {}).setdefault(name, result)
+                if not same_bits(wanted[each.batch, :, each.rows], result[:, :, each.rows]):
+                    found.append(f"{each.like} on {world[0]}x{world[1]}, {each.name}: other {name}")
+    blame(found)
+
+
+def rank_bits(cases: list[Case]) -> list[dict[str, torch.Tensor]]:
+    """Return this rank's results."""
+    found = [case.run(Judge(case).inputs(0)).outputs for case in cases]
+    return [{name: each.cpu().clone() for name, each in one.items()} for one in found]
+
+
 # ---- draws ---------------------------------------------------------------------------------------
 
 
@@ -224,5 +316,10 @@ CHECKS = (
         "extreme-scores", "scores of 10,000 cost no precision, and none overflows", extreme_scores
     ),
     Check("documents", "of packed documents each position sees its own alone", documents),
+    Check(
+        "split-attention",
+        "invariant results: ranks, chunks, other rows and places of documents change no row's bits",
+        split,
+    ),
     Check("drawn-attention", "attention of hundreds of random shapes gives the truth", drawn),
 )

@@ -827,6 +827,8 @@ TABLE: tuple[Row, ...] = (
     planted(Altered, "LogBaseTwo", "The log-sum-exp is to base 2.", "lse", ended(_to_base_two)),
     planted(Altered, "IgnoresScale", "Scores are scaled with D^-0.5, whatever was asked for.",
             "lse", calls(_default_scale)),
+    planted(Altered, "AttendsToOwnKeysFirst", "Blocks of keys are merged from a rank's own on.",
+            "split-attention", calls(attention.merge_by_rank)),
     planted(Altered, "SeamOffByOne",
             "The last query of a rank's first piece sees the first key of its second.",
             "causal drawn-attention", ended(attention.see_one_key_more_at_the_seam)),

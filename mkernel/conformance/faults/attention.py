@@ -99,6 +99,13 @@ def next_heads_sums(ended: Ended) -> None:
         ended.outputs["lse"].copy_(ended.outputs["lse"].roll(-1, 1))
 
 
+def merge_by_rank(call: Call) -> Call:
+    """Attend to the own keys first, and then to other ranks' as they come, as without a promise."""
+    if not isinstance(call.plan.shape, AttentionShape):
+        return call
+    return replace(call, plan=call.plan.model_copy(update={"invariant": None}))
+
+
 def boundaries_off_by_one(call: Call, bounds: Tensor) -> Tensor:
     """Begin all documents but the first one position late."""
     later = (bounds + 1).clamp(max=int(bounds[-1]))

@@ -143,7 +143,7 @@ class Mkernel(Contender):
 
     def _attended(self, inputs: Inputs) -> Tensors:
         out, lse = mkernel.ring_attention(
-            *(inputs[name] for name in "qkv"), causal=self._causal, return_lse=True
+            *(inputs[name] for name in "qkv"), causal=self._causal, return_lse=True, **self._promise
         )
         return {"out": out, "lse": lse}
 
@@ -295,13 +295,16 @@ class MkernelInvariant(Mkernel):
 
     name = "mkernel-invariant"
     promises = True
+    ops = (*GEMMS, "all_reduce", "ring_attention")
+    ops_text = "for the GEMM ops, AllReduce and attention"
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
         if "invariant" not in problem.case.options:
             return "the run asks for no invariant results: --invariant"
-        promised = problem.op in mkernel.capabilities().invariant_ops
-        return None if promised else "the accelerator does not promise it"
+        if problem.op in cls.ops and problem.op not in mkernel.capabilities().invariant_ops:
+            return "the accelerator does not promise it"
+        return super().unusable(problem)
 
 
 class MkernelSequential(Mkernel):

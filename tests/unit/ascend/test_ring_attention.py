@@ -105,6 +105,28 @@ def test_strict_simulation_finds_nothing(dtype: str, causal: bool) -> None:
     assert same_bits(results)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_invariant_results_are_right_in_any_legal_order(causal: bool) -> None:
+    """Blocks of keys come in the order of positions, own ones among them; nothing is put by."""
+    results = []
+    for strict, cores in ((None, 24), (None, 5), (_ascend.Strict(seed=1), 2)):
+        plan = attention_plan(
+            256, 40, causal=causal, chunk=70, ranks_per_node=2, compute_blocks=cores, invariant=True
+        )
+        with World(plan, strict=strict) as world:
+            world.check()
+            results.append(world.call(world.tensors(seed=7)))
+    assert same_bits(results)
+
+
+def test_pieces_that_cut_blocks_of_invariant_results_are_refused() -> None:
+    with pytest.raises(ShapeError, match="sequence = 384 is not legal; expected a multiple of 512"):
+        RingAttentionOp().geometry(
+            attention_plan(192, causal=True, ranks_per_node=2, invariant=True)
+        )
+    RingAttentionOp().geometry(attention_plan(200, invariant=True))
+
+
 @pytest.mark.parametrize(("role", "wait"), [("vector", 0), ("cube", 0), ("cube", 1)])
 def test_a_missing_wait_for_the_other_part_is_reported(role: Any, wait: int) -> None:
     """Vector cores wait for the cube core's first scores, it waits for the weights of both: reported by

@@ -39,9 +39,11 @@ void bind_ring_attention(py::module_& module) {
     bind_init(geometry, Field{"world", &Geometry::world}, Field{"batch", &Geometry::batch},
               Field{"heads", &Geometry::heads}, Field{"kv_heads", &Geometry::kv_heads},
               Field{"rows", &Geometry::rows}, Field{"head_dim", &Geometry::head_dim},
-              Field{"causal", &Geometry::causal}, Field{"dtype", &Geometry::dtype},
-              Field{"rows_per_chunk", &Geometry::rows_per_chunk}, Field{"cubes", &Geometry::cubes});
+              Field{"causal", &Geometry::causal}, Field{"ordered", &Geometry::ordered},
+              Field{"dtype", &Geometry::dtype}, Field{"rows_per_chunk", &Geometry::rows_per_chunk},
+              Field{"cubes", &Geometry::cubes});
     module.attr("MAX_HEAD_DIM") = ring_attention::kMaxHeadDim;
+    module.attr("ORDERED_KEYS") = ring_attention::kOrderedKeys;
     module.def("ring_attention", &kernels, py::kw_only(), "geometry"_a, "q"_a, "k"_a, "v"_a,
                "out"_a, "lse"_a, "scale"_a, "order"_a);
 }

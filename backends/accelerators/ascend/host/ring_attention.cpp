@@ -20,6 +20,12 @@ void check(const ring_attention::Geometry& g) {
             "ring attention needs a cube core, a chunk size, as many positions in each piece and "
             "as many query heads for each head of keys");
     }
+    if (g.ordered && g.pieces() * g.world > 1 &&
+        g.piece_rows() % ring_attention::kOrderedKeys != 0) {
+        throw std::invalid_argument("pieces of " + std::to_string(g.piece_rows()) +
+                                    " positions cut blocks of " +
+                                    std::to_string(ring_attention::kOrderedKeys) + " keys");
+    }
 }
 
 namespace {

@@ -43,7 +43,8 @@ inline constexpr std::uint32_t kVectorsPerCube = 2;
 // A step of a cube core makes the scores of one tile and the part of the tile kAhead before it.
 inline constexpr std::uint32_t kAhead = 2;
 inline constexpr std::uint32_t kRing = kAhead + 1;
-inline constexpr std::uint32_t kMaxKeys = 1024;  // of a tile
+inline constexpr std::uint32_t kMaxKeys = 1024;     // of a tile
+inline constexpr std::uint32_t kOrderedKeys = 128;  // of a tile of invariant results
 // Row blocks of a tile of queries, which share the loads of keys and values.
 inline constexpr std::uint32_t kBlocks = 2;
 inline constexpr std::uint32_t kBlockQueries = 128;
@@ -57,6 +58,8 @@ struct Geometry {
     std::uint32_t rows = 0;  // positions of a rank
     std::uint32_t head_dim = 0;
     bool causal = false;
+    bool ordered =
+        false;  // invariant results: blocks of kOrderedKeys keys in the order of positions
     std::uint32_t rows_per_chunk = 1;
     std::uint32_t cubes = 1;  // cube cores
     isa::DType dtype = isa::DType::float16;
@@ -72,6 +75,10 @@ struct Geometry {
     // Returns which piece of the sequence the `which`th of a rank is.
     [[nodiscard]] constexpr std::uint32_t piece(std::uint32_t rank, std::uint32_t which) const {
         return which == 0 ? rank : 2 * world - 1 - rank;
+    }
+    // Returns the rank that has a piece of the sequence.
+    [[nodiscard]] constexpr std::uint32_t owner(std::uint32_t of_sequence) const {
+        return of_sequence < world ? of_sequence : 2 * world - 1 - of_sequence;
     }
 
     // The chunks of a rank, numbered through its pieces.
@@ -103,6 +110,7 @@ struct Geometry {
     [[nodiscard]] constexpr bool long_pieces() const { return piece_rows() >= kMaxKeys; }
     // The tiles of keys of a rank, numbered through its pieces.
     [[nodiscard]] constexpr std::uint32_t tile_keys() const {
+        if (ordered) return kOrderedKeys;
         const std::uint32_t all = divide_up(piece_rows(), 32) * 32;
         const std::uint32_t most = long_pieces() ? kMaxKeys : kMaxKeys / 2;
         return all < most ? all : most;

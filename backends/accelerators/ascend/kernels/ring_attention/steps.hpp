@@ -2,7 +2,8 @@
 // keys that they see, in an order that depends only on the shape and on the ranks' places (consumption.hpp),
 // so that results do not depend on chunks or on the number of cores. All tiles of queries first meet the own
 // keys, while those of other ranks travel; then each goes on with these. Its result so far lies meanwhile in
-// scratch memory.
+// scratch memory. For invariant results each tile of queries meets all keys at once, in the order of
+// positions: tiles of keys are then the same ones for any number of ranks.
 //
 // Causal: a tile of keys above the diagonal is left out, one across it is cut and masked. The first
 // tile of keys that a tile of queries meets holds the first position of a piece of this rank. Each of
@@ -37,6 +38,7 @@ class Steps {
           cube_(cube),
           own_(g_.pieces() * g_.key_tiles_per_piece()),
           tiles_(args, g_.world, own_, 1),
+          apart_(g_.world > 1 && !g_.ordered),
           next_item_(cube) {
         upcoming_ = find();
         advance();
@@ -67,10 +69,10 @@ class Steps {
     // Returns the next tile of keys that the queries see, or of the next queries if there is none.
     Step find() {
         while (true) {
-            if (place_ == (others_ ? tiles_.size() : own_) || item_.queries == 0) {
+            if (place_ == (others_ || !apart_ ? tiles_.size() : own_) || item_.queries == 0) {
                 if (next_item_ < g_.items()) {
                     open_item();
-                } else if (!others_ && g_.world > 1) {
+                } else if (!others_ && apart_) {
                     others_ = true;
                     next_item_ = cube_;
                     item_.queries = 0;
@@ -80,11 +82,20 @@ class Steps {
                 }
                 continue;
             }
-            const auto [source, tile, only] = tiles_[place_++];
             Step found = item_;
-            found.source = source;
-            found.piece = tile / g_.key_tiles_per_piece();
-            found.at = tile % g_.key_tiles_per_piece() * g_.tile_keys();
+            std::uint32_t tile = place_ % g_.key_tiles_per_piece();
+            if (g_.ordered) {
+                const std::uint32_t piece = place_ / g_.key_tiles_per_piece();
+                found.source = g_.owner(piece);
+                found.piece = piece < g_.world ? 0 : 1;
+            } else {
+                const auto [source, of_source, only] = tiles_[place_];
+                found.source = source;
+                found.piece = of_source / g_.key_tiles_per_piece();
+                tile = of_source % g_.key_tiles_per_piece();
+            }
+            ++place_;
+            found.at = tile * g_.tile_keys();
             found.keys = part_of(g_.piece_rows(), found.at, g_.tile_keys());
             if (!sees(found)) continue;
             if (found.opens) found.item = item_.item = items_++;
@@ -98,8 +109,7 @@ class Steps {
         const std::uint32_t tile = g_.pieces() * tiles - 1 - next_item_ / planes;
         start_ = tile % tiles * g_.tile_queries();
         piece_ = tile / tiles;
-        const bool sees_others =
-            g_.world > 1 && (!g_.causal || g_.piece(rank_, piece_) > first_other());
+        const bool sees_others = apart_ && (!g_.causal || g_.piece(rank_, piece_) > first_other());
         item_ = {.plane = next_item_ % planes,
                  .row = piece_ * g_.piece_rows() + start_,
                  .queries = part_of(g_.piece_rows(), start_, g_.tile_queries()),
@@ -133,6 +143,7 @@ class Steps {
     std::uint32_t rank_, cube_;
     std::uint32_t own_;  // places of own keys
     Consumption tiles_;
+    bool apart_;  // keys of other ranks are met after the own ones of all queries
     std::uint32_t next_item_, items_ = 0;
     std::uint32_t start_ = 0, piece_ = 0;  // of the item's queries
     std::uint32_t place_ = 0;              // of the next keys
