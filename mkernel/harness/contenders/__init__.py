@@ -53,7 +53,7 @@ class Contender(ABC):
     library: ClassVar[bool] = False
     kind: ClassVar[Kind] = "op"
     promises: ClassVar[bool] = False
-    """Whether it makes the invariant results of the case's option; others' case has none."""
+    """True where it makes the invariant results of the case's option; others have a case without it."""
     most_kept: ClassVar[int] = LOOP_CALLS
     """Results of a loop that may be alive at once."""
     shares_outputs = False

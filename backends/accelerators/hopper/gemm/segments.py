@@ -36,7 +36,7 @@ from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
 _MOST_TERMS = 16
 """The most terms that one kernel adds; as kMaxRanks of device/network.cuh."""
 _STEP_BYTES = 128
-"""Of a row, in a step of K of the kernel (tile/block.cuh)."""
+"""The bytes of a row in a step of K of the kernel (tile/block.cuh)."""
 
 
 class SegmentsExecutor:
