@@ -309,7 +309,7 @@ class Mixed(HostAccelerator):
             if name in call.tensors
         }
         for name, target in targets.items():
-            tensors[name] = target.flatten(0, 1)  # a view, or memory of its own
+            tensors[name] = target.flatten(0, 1).contiguous()  # a view, or memory of its own
         sizes = {"m": len(a) * each, "n": tensors["b"].shape[1], "k": a.shape[1]}
         self._own.run(call, call.plan.op, tensors, sizes)
         for name, target in targets.items():

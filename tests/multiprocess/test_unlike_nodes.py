@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +40,28 @@ def over_tcp() -> tuple[list[str], str | None]:
 def test_nodes_whose_nics_differ_are_joined_by_tcp() -> None:
     world = BOTH | {"accelerator": "ascend", "nic": "cx7+efa"}
     assert mkernel.launch(over_tcp, ranks_per_node=1, **world) == [([], "tcp")] * 2
+
+
+def unpacked_outputs() -> list[str]:
+    """Return the outputs that calls of the node got in rows that are not packed: one row a rank, of
+    nodes whose ranks have more."""
+    found, run = [], NodeCalls.run
+
+    def noted(self: NodeCalls, call: Any, op: str, tensors: Any, sizes: Any) -> None:
+        found.extend(name for name in ("out", "gathered") if not tensors[name].is_contiguous())
+        run(self, call, op, tensors, sizes)
+
+    own = torch.ones(9 if mkernel.world().identity.node == 0 else 2, 64).half()
+    gathered = torch.empty(22, 64).half()
+    with mock.patch.object(NodeCalls, "run", noted):
+        mkernel.all_gather_gemm(
+            own, own.new_ones(64, 48), chunk=4, shards=[9, 2], gathered=gathered
+        )
+    return found
+
+
+def test_a_node_s_calls_have_packed_outputs() -> None:
+    assert mkernel.launch(unpacked_outputs, ranks_per_node=2, **BOTH) == [[]] * 4
 
 
 def work_of_shares(op: str, shards: Any) -> tuple[int, float]:
