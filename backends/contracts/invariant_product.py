@@ -120,23 +120,25 @@ def first_difference(multiply: Multiply, device: torch.device, k: int) -> str | 
     a = adversarial(rows, k, random, negated=True).to(device)
     b = adversarial(columns, k, random, negated=False).to(device)
     whole = multiply(a, b.t().contiguous())
-
-    def differs(one: Tensor, other: Tensor) -> bool:
-        return not torch.equal(one.view(torch.int32), other.contiguous().view(torch.int32))
-
     same = multiply(a[:1].expand(rows, -1).contiguous(), b[:1].t().expand(-1, columns).contiguous())
-    if differs(same, whole[:1, :1].expand(rows, columns)):
+    if other_bits(same, whole[:1, :1].expand(rows, columns)):
         return "in another place"
     for turned in (1, rows // 2 - 1, rows - 3):
         found = multiply(a.roll(turned, 0), b.roll(turned, 0).t().contiguous())
-        if differs(found, whole.roll((turned, turned), (0, 1))):
+        if other_bits(found, whole.roll((turned, turned), (0, 1))):
             return "in another place beside others"
     for number in (0.0, torch.inf, torch.nan):
         other, some = torch.full_like(a, number), range(0, rows, 7)
         other[::7] = a[::7]
-        if differs(multiply(other, b.t().contiguous())[::7], whole[::7]):
+        if other_bits(multiply(other, b.t().contiguous())[::7], whole[::7]):
             return f"in a block of {len(some)} rows and others of {number}"
     return None
+
+
+def other_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors in float32 differ in a bit."""
+    one, other = (each.contiguous().view(torch.int32) for each in (one, other))
+    return not torch.equal(one, other)
 
 
 def adversarial(rows: int, k: int, random: torch.Generator, *, negated: bool) -> Tensor:

@@ -204,16 +204,9 @@ def ring_attention(
     attends, named = called(group)
     out: torch.Tensor
     out, lse = attends.ring_attention(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        causal=causal,
-        scale=scale,
-        chunk=chunk,
-        invariant=encoded(invariant),
+        q, k, v, cu_seqlens, causal=causal, scale=scale, chunk=chunk, invariant=encoded(invariant),
         group=named,
-    )
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 

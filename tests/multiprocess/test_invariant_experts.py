@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import kept_ranks
 import pytest
 import torch
+from rounded_tree import rounded, tree
 from torch import Tensor
 
 import mkernel
@@ -209,18 +210,6 @@ def test_a_token_has_the_same_bits_in_every_world_and_batch(
         for name, result in found.items():
             wanted = alone[number][name].view(torch.uint8)
             assert torch.equal(result.view(torch.uint8), wanted), (draw, name)
-
-
-def rounded(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    return sums.float().to(dtype).double()
-
-
-def tree(leaves: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Add leaves in float64, which is exact for two of them, and round each node."""
-    if len(leaves) == 1:
-        return leaves[0]
-    half = len(leaves) // 2
-    return rounded(tree(leaves[:half], dtype) + tree(leaves[half:], dtype), dtype)
 
 
 def multiplied(draw: Draw, row: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import kept_ranks
 import pytest
 import torch
+from rounded_tree import rounded, tree
 from torch import Tensor
 
 import mkernel
@@ -96,19 +97,6 @@ def wide(given: Tensors) -> tuple[Tensor, Tensor]:
             x = x * each
         found.append(x)
     return found[0], found[1]
-
-
-def rounded(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round what is exact in float64 by way of float32, as a float32 sum is rounded again."""
-    return sums.float().to(dtype).double()
-
-
-def tree(leaves: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Add leaves in float64, which is exact for two of them, and round each node."""
-    if len(leaves) == 1:
-        return leaves[0]
-    half = len(leaves) // 2
-    return rounded(tree(leaves[:half], dtype) + tree(leaves[half:], dtype), dtype)
 
 
 def partial_of(draw: Draw) -> torch.dtype:

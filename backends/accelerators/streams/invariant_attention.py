@@ -20,7 +20,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mkernel.backends.contracts.invariant_product import adversarial, block_of
+from mkernel.backends.contracts.invariant_product import adversarial, block_of, other_bits
 from mkernel.errors import Unsupported
 
 Tile = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -114,10 +114,7 @@ def first_difference(attend: Tile, device: torch.device, width: int) -> str | No
     last = torch.randint(2 * count, (rows,), generator=random).to(device)
 
     def differs(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> bool:
-        return any(
-            not torch.equal(one.contiguous().view(torch.int32), other.view(torch.int32))
-            for one, other in zip(found, wanted, strict=True)
-        )
+        return any(map(other_bits, found, wanted))
 
     whole = attend(q, last, k, v)
     for turned in (1, rows // 2 - 1, rows - 3):
