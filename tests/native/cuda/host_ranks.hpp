@@ -88,15 +88,24 @@ class Ranks {
         return made;
     }
     [[nodiscard]] transport::WaitLimits limits(int rank) const {
-        return {&ranks_[rank]->host, 60'000'000'000u, 1};
+        return {&ranks_[rank]->host, patience_ns, 1};
     }
 
     // A rank's put, and all that follow it, leave when `held(word)` is false. Set it before ranks run.
     std::function<bool(std::uint32_t)> held = [](std::uint32_t) { return false; };
+    // Carries the bytes of a put, and then its word, to the peer. Set it, and how long ranks wait, before they run.
+    using Step = std::function<void()>;
+    std::function<void(const Step&, const Step&)> deliver = [](const Step& bytes,
+                                                               const Step& word) {
+        bytes();
+        word();
+    };
+    std::uint64_t patience_ns = 60'000'000'000u;
 
-    // Runs both of each rank's threads to their end; then every word that came has been counted.
+    // Runs both of each rank's threads to their end; then, unless something is broken, every word that came has been
+    // counted.
     template <class First, class Second>
-    void run(First&& first, Second&& second) {
+    void run(First&& first, Second&& second, bool broken = false) {
         std::vector<std::thread> running;
         for (int rank = 0; rank < size(); ++rank) {
             ranks_[rank]->put.clear();
@@ -104,6 +113,7 @@ class Ranks {
             running.emplace_back([&, rank] { second(rank); });
         }
         for (std::thread& each : running) each.join();
+        if (broken) return;
         for (auto& each : ranks_) {
             CHECK(each->host.record.code == 0);
             for (std::uint32_t word = 0; word < cuda::kNetworkWords; ++word) {
@@ -130,10 +140,13 @@ class Ranks {
                     Rank& peer = *ranks_[command.peer];
                     CHECK(command.remote_offset + command.bytes <= inbox_bytes_);
                     CHECK(command.local_offset + command.bytes <= area_bytes_);
-                    std::memcpy(peer.area() + command.remote_offset,
-                                each->area() + command.local_offset, command.bytes);
-                    each->put[static_cast<int>(command.peer)] += command.bytes;
-                    peer.words[command.signal].add(command.value);
+                    deliver(
+                        [&] {
+                            std::memcpy(peer.area() + command.remote_offset,
+                                        each->area() + command.local_offset, command.bytes);
+                            each->put[static_cast<int>(command.peer)] += command.bytes;
+                        },
+                        [&] { peer.words[command.signal].add(command.value); });
                     each->ring.release();
                 }
             }

@@ -1,21 +1,19 @@
 // Keys and values that cross between nodes, by the code of the kernel: all ranks of a world are here, threads stand for
 // those of blocks, and a thread a rank for its proxy and NIC. Proxies can be made to break what they promise.
-#include <cstdlib>
+#include <array>
 #include <cstring>
-#include <map>
 #include <random>
-#include <string>
+#include <vector>
 
-#include "tests/native/cuda/host_kernels.hpp"
+#include "tests/native/cuda/host_ranks.hpp"
 
 #include "backends/accelerators/cuda/kernels/attention/crossing.cuh"
-#include "backends/transport/fifo.hpp"
-#include "tests/native/nics/check.hpp"
 
 namespace cuda = mkernel::cuda;
 namespace attention = mkernel::cuda::attention;
 namespace transport = mkernel::transport;
 using mkernel::host_kernels::launch;
+using mkernel::host_kernels::Ranks;
 
 namespace {
 
@@ -41,82 +39,45 @@ struct Shape {
     }
 };
 
-struct Rank {
-    explicit Rank(const Shape& shape)
-        : base(static_cast<char*>(std::calloc(1, cuda::kDataOffset + shape.area_bytes()))),
-          staging(shape.staged ? shape.area_bytes() : 0),
-          words(cuda::kNetworkWords),
-          expected(cuda::kNetworkWords),
-          ring(64),
-          tickets(transport::FifoTickets::of(ring.memory())),
-          tensors{std::vector<char>(shape.bytes()), std::vector<char>(shape.bytes())} {}
-    ~Rank() { std::free(base); }
-    Rank(const Rank&) = delete;
-    Rank& operator=(const Rank&) = delete;
-    char* area() { return staging.empty() ? base + cuda::kDataOffset : staging.data(); }
-
-    char* base;
-    std::vector<char> staging;
-    std::vector<transport::AddedWord> words;
-    std::vector<transport::ExpectedCount> expected;
-    transport::FifoRing ring;
-    transport::FifoTickets tickets;
-    std::array<std::vector<char>, 2> tensors;  // keys, values
-    transport::HostControl host{};
-    std::map<int, std::uint64_t> put;  // bytes, by peer
-};
-
 class World {
   public:
     explicit World(const Shape& shape, Break broken = Break::none)
-        : shape_(shape), broken_(broken) {
-        for (int rank = 0; rank < shape.world(); ++rank) {
-            ranks_.push_back(std::make_unique<Rank>(shape));
-            control(rank).state.epoch = 1;
-        }
-        proxy_ = std::thread([this] { carry(); });
-    }
-    ~World() {
-        stop_ = true;
-        proxy_.join();
+        : shape_(shape),
+          broken_(broken),
+          ranks_(shape.nodes, shape.local, shape.staged, shape.area_bytes(), slots_bytes()),
+          tensors_(shape.world()) {
+        for (auto& each : tensors_) each.fill(std::vector<char>(shape.bytes()));
+        if (broken == Break::put_left_out) ranks_.patience_ns = 300'000'000u;
+        ranks_.deliver = [this](const Ranks::Step& bytes, const Ranks::Step& word) {
+            carry(bytes, word);
+        };
     }
 
     // Runs one call on all ranks; returns whether all that was read was right.
     bool call(unsigned seed) {
         std::mt19937 random(seed);
-        for (auto& each : ranks_) {
-            for (auto& tensor : each->tensors) {
+        for (int rank = 0; rank < shape_.world(); ++rank) {
+            for (auto& tensor : tensors_[rank]) {
                 for (char& byte : tensor) byte = static_cast<char>(random());
             }
-            std::memset(each->base + cuda::kDataOffset, kPoison, slots_bytes());
-            each->put.clear();
+            std::memset(ranks_[rank].data(), kPoison, slots_bytes());
         }
         right_ = true;
-        std::vector<std::thread> running;
-        for (int rank = 0; rank < shape_.world(); ++rank) {
-            running.emplace_back([this, rank] { cross(rank); });
-            running.emplace_back([this, rank] { read(rank); });
-        }
-        for (std::thread& each : running) each.join();
-        for (int rank = 0; rank < shape_.world(); ++rank) ++control(rank).state.epoch;
+        ranks_.run([this](int rank) { cross(rank); }, [this](int rank) { read(rank); },
+                   broken_ != Break::none);
+        for (int rank = 0; rank < shape_.world(); ++rank) ++ranks_.control(rank).state.epoch;
         return right_;
     }
 
     // Checks, after a call that nothing broke, what was sent and left behind.
     void judge() {
         for (int rank = 0; rank < shape_.world(); ++rank) {
-            Rank& here = *ranks_[rank];
-            CHECK(here.host.record.code == 0);
-            CHECK(control(rank).crossing == 0);
-            for (std::uint32_t word = 0; word < cuda::kNetworkWords; ++word) {
-                if (here.words[word].value != here.expected[word].value)
-                    CHECK(!"a word not counted");
-            }
+            CHECK(ranks_.control(rank).crossing == 0);
             for (int peer = 0; peer < shape_.world(); ++peer) {
-                const bool exchanges = !near(rank, peer) &&
+                const bool exchanges = !ranks_.near(rank, peer) &&
                                        (!shape_.hierarchical || (peer - rank) % shape_.local == 0);
                 const std::uint64_t seen = shape_.bytes() / shape_.rows * shape_.seen(peer, rank);
-                CHECK(here.put[peer] == (exchanges ? 2 * seen : 0));
+                CHECK(ranks_[rank].put[peer] == (exchanges ? 2 * seen : 0));
                 if (peer == rank) continue;
                 const char* const slot = slot_of(rank, peer);
                 for (int row = shape_.seen(rank, peer); row < shape_.rows; ++row) {
@@ -129,39 +90,18 @@ class World {
   private:
     static constexpr char kPoison = 0x5A;
 
-    [[nodiscard]] bool near(int a, int b) const { return a / shape_.local == b / shape_.local; }
-    [[nodiscard]] cuda::Control& control(int rank) const {
-        return *reinterpret_cast<cuda::Control*>(ranks_[rank]->base);
-    }
     [[nodiscard]] std::uint64_t slots_bytes() const {
         return shape_.area_bytes() - 2 * shape_.bytes();
     }
-    [[nodiscard]] const char* slot_of(int rank, int source) const {
+    [[nodiscard]] const char* slot_of(int rank, int source) {
         const int slot = attention::slot_of(rank, source, shape_.world(), shape_.local);
-        return ranks_[rank]->base + cuda::kDataOffset + 2 * shape_.bytes() * slot;
+        return ranks_[rank].data() + 2 * shape_.bytes() * slot;
     }
 
-    [[nodiscard]] attention::KeysCrossing args(int rank) const {
+    [[nodiscard]] attention::KeysCrossing args(int rank) {
         attention::KeysCrossing made{};
-        cuda::Workspace& workspace = made.workspace;
-        workspace.rank = rank, workspace.world = shape_.world(), workspace.local = shape_.local;
-        workspace.first = rank / shape_.local * shape_.local;
-        for (int other = 0; other < shape_.world(); ++other) {
-            if (near(rank, other)) workspace.base[other] = ranks_[other]->base;
-        }
-        Rank& own = *ranks_[rank];
-        const transport::FifoRingMemory& ring = own.ring.memory();
-        cuda::Network& network = workspace.network;
-        network.fifo = {ring.slots, ring.tail, &own.tickets, ring.capacity};
-        network.words = own.words.data();
-        network.expected = own.expected.data();
-        network.area = own.area();
-        network.rank = rank;
-        network.staged = shape_.staged;
-        network.ordered = true;
-        const std::uint64_t patience =
-            broken_ == Break::put_left_out ? 300'000'000u : 60'000'000'000u;
-        made.limits = {&own.host, patience, 1};
+        made.workspace = ranks_.workspace(rank);
+        made.limits = ranks_.limits(rank);
         made.chunks = {shape_.batch * shape_.heads, shape_.rows, shape_.chunk_rows};
         const std::int64_t width = shape_.row_bytes / 2;
         const std::int64_t batch = width * shape_.heads * shape_.rows;
@@ -169,8 +109,8 @@ class World {
             return shape_.positions ? attention::Rows{of.data(), batch, width, width * shape_.heads}
                                     : attention::Rows{of.data(), batch, width * shape_.rows, width};
         };
-        made.k = rows(own.tensors[0]);
-        made.v = rows(own.tensors[1]);
+        made.k = rows(tensors_[rank][0]);
+        made.v = rows(tensors_[rank][1]);
         made.kv_heads = shape_.heads;
         made.row_bytes = shape_.row_bytes;
         made.put_blocks = 2;
@@ -209,7 +149,7 @@ class World {
                         const char* const at = slot_of(rank, source) + which * shape_.bytes() +
                                                (head * shape_.rows + row) * shape_.row_bytes;
                         const char* const from =
-                            ranks_[source]->tensors[which].data() + shape_.row_at(head, row);
+                            tensors_[source][which].data() + shape_.row_at(head, row);
                         if (std::memcmp(at, from, shape_.row_bytes) != 0) right_ = false;
                     }
                 }
@@ -217,44 +157,24 @@ class World {
         }
     }
 
-    void carry() {
-        int puts = 0;
-        while (!stop_) {
-            bool any = false;
-            for (auto& each : ranks_) {
-                transport::PutCommand command;
-                while (each->ring.pop(command)) {
-                    any = true;
-                    Rank& peer = *ranks_[command.peer];
-                    CHECK(command.remote_offset + command.bytes <= slots_bytes());
-                    CHECK(command.local_offset + command.bytes <= shape_.area_bytes());
-                    const bool left_out = broken_ == Break::put_left_out && ++puts == 3;
-                    if (broken_ == Break::word_before_bytes) {
-                        peer.words[command.signal].add(command.value);
-                        std::this_thread::sleep_for(std::chrono::milliseconds(20));
-                    }
-                    if (!left_out) {
-                        std::memcpy(peer.area() + command.remote_offset,
-                                    each->area() + command.local_offset, command.bytes);
-                        each->put[static_cast<int>(command.peer)] += command.bytes;
-                    }
-                    if (broken_ != Break::word_before_bytes && !left_out) {
-                        peer.words[command.signal].add(command.value);
-                    }
-                    each->ring.release();
-                    // Who does not wait for both puts of a chunk reads before the second.
-                    std::this_thread::sleep_for(std::chrono::microseconds(200));
-                }
-            }
-            if (!any) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    void carry(const Ranks::Step& bytes, const Ranks::Step& word) {
+        const bool left_out = broken_ == Break::put_left_out && ++puts_ == 3;
+        if (broken_ == Break::word_before_bytes) {
+            word();
+            std::this_thread::sleep_for(std::chrono::milliseconds(20));
         }
+        if (!left_out) bytes();
+        if (broken_ != Break::word_before_bytes && !left_out) word();
+        // Who does not wait for both puts of a chunk reads before the second.
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
 
     Shape shape_;
     Break broken_;
-    std::vector<std::unique_ptr<Rank>> ranks_;
-    std::atomic<bool> stop_ = false, right_ = true;
-    std::thread proxy_;
+    int puts_ = 0;
+    Ranks ranks_;
+    std::vector<std::array<std::vector<char>, 2>> tensors_;  // keys, values
+    std::atomic<bool> right_ = true;
 };
 
 void crosses(const Shape& shape) {
