@@ -303,10 +303,11 @@ def test_experts_with_a_capacity(tmp_path: Path) -> None:
     done = bench("moe_dispatch_gemm,moe_gemm_combine,moe_layer", "--ranks", "2", "--accelerator",
                  "streams", "--shapes", OTHERS["moe_gemm_combine"], "--iterations", "2",
                  "--warmup", "1", "--dtype", "bfloat16", "--capacity", "--routing", "zipf",
-                 "--json", str(file), "--mode", "kernel,eager")  # fmt: skip
+                 "--json", str(file), "--mode", "kernel,eager", "--invariant", "4",
+                 "--peers", "gloo+matmul,gather+grouped")  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout
     for row in json.loads(file.read_text())["rows"]:
-        for name in ("mkernel", "gloo+matmul", "gather+grouped", "gemm"):
+        for name in ("mkernel", "mkernel-invariant", "gloo+matmul", "gather+grouped", "gemm"):
             assert row["entries"][name]["state"] == "right", (row["shape"]["op"], name)
 
 

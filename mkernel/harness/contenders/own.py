@@ -11,7 +11,7 @@ import mkernel
 from mkernel.backends.contracts.instrumented import Instrumented, View
 from mkernel.cases.base import Outcome
 from mkernel.cases.moe_layer import OP as MOE_LAYER
-from mkernel.harness.contenders import ATTENTION_BACKWARD, DISPATCHED, SUMS, Contender
+from mkernel.harness.contenders import ATTENTION_BACKWARD, DISPATCHED, EXPERTS, SUMS, Contender
 from mkernel.harness.contenders.experts import kept, padded, without_padding
 from mkernel.harness.contenders.norm import has_norm
 from mkernel.harness.problem import Inputs, Problem, Tensors
@@ -74,7 +74,7 @@ class Mkernel(Contender):
     def _sent(self, inputs: Inputs) -> mkernel.MoeDispatch:
         return mkernel.moe_dispatch_gemm(
             inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity,
-            x_scale=inputs.get("x_scale"), w_scale=inputs.get("w_scale"),
+            x_scale=inputs.get("x_scale"), w_scale=inputs.get("w_scale"), **self._promise,
         )  # fmt: skip
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
@@ -91,7 +91,7 @@ class Mkernel(Contender):
         if self.op == "moe_dispatch":
             sent = mkernel.moe_dispatch(
                 inputs["x"], inputs["topk_ids"], num_experts=self.problem.case.sizes["experts"],
-                capacity=self._capacity, x_scale=inputs.get("x_scale"),
+                capacity=self._capacity, x_scale=inputs.get("x_scale"), **self._promise,
             )  # fmt: skip
             found = {"rows": sent.rows, "counts": sent.counts}
             return found if sent.scales is None else {**found, "scales": sent.scales}
@@ -102,24 +102,25 @@ class Mkernel(Contender):
             return self._layer(inputs)
         rows, handle, weights = inputs["rows"], inputs["handle"], inputs["topk_weights"]
         if self.op == "moe_combine":
-            return {"out": mkernel.moe_combine(rows, handle, weights)}
-        scales = _of_home(inputs)
-        return {"out": mkernel.moe_gemm_combine(rows, inputs["w2"], handle, weights, **scales)}
+            return {"out": mkernel.moe_combine(rows, handle, weights, **self._promise)}
+        options = _of_home(inputs) | self._promise
+        return {"out": mkernel.moe_gemm_combine(rows, inputs["w2"], handle, weights, **options)}
 
     def _layer(self, inputs: Inputs) -> Tensors:
         x, ids, w, w2 = (inputs[name] for name in ("x", "topk_ids", "w", "w2"))
         weights, capacity = inputs["topk_weights"], self._capacity
         if "w_scale" not in inputs:
             plain = mkernel.moe_dispatch_gemm(
-                x, ids, w, capacity=capacity, activation="silu_and_mul"
+                x, ids, w, capacity=capacity, activation="silu_and_mul", **self._promise
             )
-            return {"out": mkernel.moe_gemm_combine(plain.outputs, w2, plain.handle, weights)}
+            h, handle = plain.outputs, plain.handle
+            return {"out": mkernel.moe_gemm_combine(h, w2, handle, weights, **self._promise)}
         sent = mkernel.moe_dispatch_gemm(
             x, ids, w, capacity=capacity, activation="silu_and_mul", quantise="block",
-            x_scale=inputs["x_scale"], w_scale=inputs["w_scale"],
+            x_scale=inputs["x_scale"], w_scale=inputs["w_scale"], **self._promise,
         )  # fmt: skip
-        scales = {"h_scale": sent.scales, "w2_scale": inputs["w2_scale"]}
-        return {"out": mkernel.moe_gemm_combine(sent.outputs, w2, sent.handle, weights, **scales)}
+        options = {"h_scale": sent.scales, "w2_scale": inputs["w2_scale"], **self._promise}
+        return {"out": mkernel.moe_gemm_combine(sent.outputs, w2, sent.handle, weights, **options)}
 
     def _summed(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         if not self._normed:
@@ -295,14 +296,13 @@ class MkernelInvariant(Mkernel):
 
     name = "mkernel-invariant"
     promises = True
-    ops = (*GEMMS, "all_reduce", "ring_attention")
-    ops_text = "for the GEMM ops, AllReduce and attention"
 
     @classmethod
     def unusable(cls, problem: Problem) -> str | None:
         if "invariant" not in problem.case.options:
             return "the run asks for no invariant results: --invariant"
-        if problem.op in cls.ops and problem.op not in mkernel.capabilities().invariant_ops:
+        calls = EXPERTS[:2] if problem.op == MOE_LAYER else (problem.op,)
+        if not {*calls} <= {*mkernel.capabilities().invariant_ops}:
             return "the accelerator does not promise it"
         return super().unusable(problem)
 
