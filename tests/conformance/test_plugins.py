@@ -31,7 +31,7 @@ MODULES = [
     SOURCES / "tiny_nic" / "tiny_nic.py",
 ]
 NOT_CLAIMED_BY_TINY = {
-    "chunk-invariance", "split-invariance", "replicas", "routing", "activations",
+    "chunk-invariance", "split-invariance", "split-attention", "replicas", "routing", "activations",
     "expert-order",
     "combine-weights", "combine-order", "drawn-routings", "handles", "causal", "gqa", "lse",
     "extreme-scores", "documents", "drawn-attention", "queued-calls", "scales", "sum-order",
