@@ -172,13 +172,13 @@ OpName = Literal[
 class GemmShape(Model):
     """Sizes of C [m, n] = A [m, k] @ B [k, n]. AllGather+GEMM: ``m`` counts all ranks' rows, ``n``
     is one rank's columns of B. GEMM+ReduceScatter and GEMM+AllReduce: ``k`` is one rank's share of
-    K. ``rows``: of ``m``, those of each rank of a node, by node; None: ranks share ``m`` evenly."""
+    K. ``rows``: of ``m``, those of each rank of a node, by node; empty: ranks share ``m`` evenly."""
 
     kind: Literal["gemm"] = "gemm"
     m: int = Field(ge=1)
     n: int = Field(ge=1)
     k: int = Field(ge=1)
-    rows: tuple[int, ...] | None = None
+    rows: tuple[int, ...] = ()
 
 
 class SumShape(Model):

@@ -513,7 +513,8 @@ class World:
 
 def _described(plan: LaunchPlan) -> str:
     """Describe a plan in a line of the log."""
-    sizes = plan.shape.model_dump(exclude={"kind"}, exclude_none=True)
+    every = plan.shape.model_dump(exclude={"kind"})
+    sizes = {name: each for name, each in every.items() if each not in (None, ())}
     times = plan.prediction
     predicted = "no prediction" if times is None else f"predicted {times.pipelined_us:.1f} us"
     return (

@@ -72,10 +72,11 @@ class Mkernel(Contender):
             kept(inputs, "rows_scale", padded(inputs["h_scale"], self._capacity))
 
     def _sent(self, inputs: Inputs) -> mkernel.MoeDispatch:
-        return mkernel.moe_dispatch_gemm(
+        sent: mkernel.MoeDispatch = mkernel.moe_dispatch_gemm(
             inputs["x"], inputs["topk_ids"], inputs["w"], capacity=self._capacity,
             x_scale=inputs.get("x_scale"), w_scale=inputs.get("w_scale"), **self._promise,
         )  # fmt: skip
+        return sent
 
     def call(self, inputs: Inputs, outputs: Tensors) -> Tensors:
         if self._gemm is not None and not self._normed:
