@@ -78,6 +78,8 @@ class AcceleratorCapabilities(Model):
     invariant_ops: tuple[str, ...] = ()
     """Ops whose launches keep the promise of invariant results (:mod:`mkernel.plan.invariance`), on
     every path and in every exchange that plans with ``CommonPart.invariant`` have."""
+    invariant_documents: bool = False
+    """Says that attention with invariant results takes packed documents too."""
     sums_in_rank_order: bool = True
     """Says that the terms of ranks are added in rank order, in float32; if not, they are added in
     another order, which is fixed too."""

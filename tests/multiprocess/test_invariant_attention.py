@@ -3,17 +3,14 @@ same bits, which are right; and what is measured of tiles finds what depends on 
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any, NamedTuple
-
 import kept_ranks
 import pytest
 import torch
+from invariant_attention_ranks import Draw, differing, tensors, whole, wrong
 from torch import Tensor
 
 import mkernel
 from mkernel.backends.accelerators.streams import invariant_attention
-from mkernel.cases import case_of
 from mkernel.errors import DtypeError
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("leaves_nothing")]
@@ -22,97 +19,23 @@ SEQUENCE, CPU = 328, torch.device("cpu")
 """Positions: blocks of 128 keys, and tiles of 64 rows, are those of no rank of 2 or 4."""
 
 
-class Draw(NamedTuple):
-    """A call on whole tensors."""
-
-    dtype: torch.dtype
-    causal: bool
-    heads: tuple[int, int]
-    width: int
-    documents: tuple[int, ...] | None = None
-    scale: float | None = None
-    lies: str = "heads"
-
-
 DRAWS = (
-    Draw(torch.bfloat16, True, (4, 2), 32),
-    Draw(torch.bfloat16, False, (2, 2), 24, lies="positions"),
-    Draw(torch.float16, True, (3, 1), 33, documents=(0, 5, 5, 150, SEQUENCE), scale=-0.3),
-    Draw(torch.float32, True, (2, 1), 64),
-    Draw(torch.float32, False, (2, 1), 16, documents=(0, 200, SEQUENCE)),
+    Draw(SEQUENCE, torch.bfloat16, True, (4, 2), 32),
+    Draw(SEQUENCE, torch.bfloat16, False, (2, 2), 24, lies="positions"),
+    Draw(SEQUENCE, torch.float16, True, (3, 1), 33, documents=(0, 5, 5, 150, SEQUENCE), scale=-0.3),
+    Draw(SEQUENCE, torch.float32, True, (2, 1), 64),
+    Draw(SEQUENCE, torch.float32, False, (2, 1), 16, documents=(0, 200, SEQUENCE)),
 )
 
 
-def tensors(draw: Draw) -> dict[str, Tensor]:
-    """The whole tensors of a call, the same in every process."""
-    chance = torch.Generator().manual_seed(3)
-    heads, kv_heads = draw.heads
-    return {
-        name: torch.randn(2, count, SEQUENCE, draw.width, generator=chance).to(draw.dtype)
-        for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
-    }
-
-
-def attended(chunk: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """This rank's positions, out and log-sum-exp of each call."""
-    world, found = mkernel.world(), []
-    for draw in DRAWS:
-        case: Any = case_of("ring_attention")(
-            {"sequence": SEQUENCE, "causal": draw.causal}, "float32", "float32"
-        )
-        at = case.positions(world.rank, world.size)
-        given = [each[:, :, at].contiguous() for each in tensors(draw).values()]
-        if draw.lies == "positions":
-            given = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in given]
-        bounds = None if draw.documents is None else torch.tensor(draw.documents).int()
-        out, lse = mkernel.ring_attention(
-            *given, causal=draw.causal, scale=draw.scale, cu_seqlens=bounds, chunk=chunk,
-            return_lse=True, invariant=True,
-        )  # fmt: skip
-        found.append((at, out.clone(), lse.clone()))
-    return found
-
-
-def whole(world: int, chunk: int | None = None) -> list[tuple[Tensor, Tensor]]:
-    """Out and log-sum-exp of each call in the order of positions."""
-    ranks = kept_ranks.run(attended, chunk, ranks_per_node=world, accelerator="streams")
-    found = []
-    for parts in zip(*ranks, strict=True):
-        order = torch.cat([at for at, _, _ in parts]).argsort()
-        found.append(
-            (
-                torch.cat([out for _, out, _ in parts], 2)[:, :, order],
-                torch.cat([lse for _, _, lse in parts], 2)[:, :, order],
-            )
-        )
-    return found
-
-
-def truth(draw: Draw) -> tuple[Tensor, Tensor]:
-    q, k, v = (each.double() for each in tensors(draw).values())
-    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
-    scale = draw.width**-0.5 if draw.scale is None else draw.scale
-    seen = torch.zeros(SEQUENCE, SEQUENCE, dtype=torch.bool)
-    for begin, end in pairwise(draw.documents or (0, SEQUENCE)):
-        seen[begin:end, begin:end] = True
-    if draw.causal:
-        seen.tril_()
-    scores = (q @ k.transpose(2, 3) * scale).masked_fill(~seen, float("-inf"))
-    return scores.softmax(3) @ v, scores.logsumexp(3)
-
-
 def test_ranks_and_chunks_change_no_bit_of_what_is_right() -> None:
-    alone = whole(1)
-    for draw, (out, lse) in zip(DRAWS, alone, strict=True):
-        wanted, sums = truth(draw)
-        error = (out.double() - wanted).norm() / wanted.norm()
-        limits = case_of("ring_attention")({}, str(draw.dtype)[6:], "float32").tolerances()
-        assert error < limits["out"], draw
-        assert (lse.double() - sums).norm() / sums.norm() < limits["lse"], draw
+    alone = whole(DRAWS, None, ranks_per_node=1, accelerator="streams")
+    assert not [
+        each for draw, found in zip(DRAWS, alone, strict=True) for each in wrong(draw, found)
+    ]
     for world, chunk in ((2, None), (4, None), (4, 7)):
-        for draw, one, other in zip(DRAWS, alone, whole(world, chunk), strict=True):
-            for mine, theirs in zip(one, other, strict=True):
-                assert torch.equal(mine, theirs), (world, chunk, draw)
+        found = whole(DRAWS, chunk, ranks_per_node=world, accelerator="streams")
+        assert not differing(DRAWS, found, alone), (world, chunk)
 
 
 def of_worlds() -> tuple[bool, str]:

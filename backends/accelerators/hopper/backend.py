@@ -63,7 +63,7 @@ class HopperAccelerator(CudaAccelerator):
             "ops": ops(),
             "architectures": ("sm_90",),
             "only_library_ops": (),
-            "invariant_ops": (*OPS, *INVARIANT),
+            "invariant_ops": (*OPS, *INVARIANT, "ring_attention"),
             "fused_scale_modes": fused_scale_modes(),
             "fused_float32_scale_modes": fused_scale_modes(),
             "scaled_experts": True,

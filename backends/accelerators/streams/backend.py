@@ -276,6 +276,7 @@ def _capabilities(device: Device, *, copies: bool) -> StreamsCapabilities:
         comm_cores=1,
         stream_ordered=device.queues,
         invariant_ops=schedules.INVARIANT,
+        invariant_documents=True,
         kinds=tuple(DEVICES),
         process_group=True,
         put_ops=PUT_OPS if copies else (),

@@ -216,7 +216,7 @@ def _variants(subject: AcceleratorSubject, size: int, length: int) -> Iterator[_
         alone = _promising(plain, {name: each[1:] for name, each in drawn.items()})
         yield _Variant(like, "a sequence alone", alone, batch=slice(1, None))
         yield _Variant(like, "beside other rows", _promising(plain, other), rows=_SOME)
-        if subject.capabilities.documents:
+        if subject.capabilities.invariant_documents:
             turned = {name: each.roll(-_FIRST, 2) for name, each in drawn.items()}
             for bounds, given, moved in (
                 ((0, _FIRST, length), drawn, 0),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from gpu_plans import gpu_plan
 from hopper_calls import gpus
 from test_hopper_attention import (
     BESIDE,
@@ -25,6 +26,7 @@ from test_hopper_attention import (
     sizes_of,
 )
 
+from mkernel import Invariant
 from mkernel.backends.accelerators.cuda import device_world
 from mkernel.backends.accelerators.cuda.attention import ring as attention_ring
 from mkernel.backends.accelerators.cuda.attention.ring import AttentionRing
@@ -41,6 +43,7 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import ArgumentError
 from mkernel.ops.zigzag import zigzag_positions
+from mkernel.plan.arguments import Around
 from mkernel.plan.model import LaunchPlan
 from mkernel.plan.request import Scheduled, ScheduleRequest
 
@@ -75,6 +78,7 @@ class Ring(NamedTuple):
     blocks: int
     exchanges: bool
     by_head: bool
+    ordered: bool
 
 
 class KernelFabric(Fabric):
@@ -231,6 +235,21 @@ def test_compute_only_exchanges_nothing(fabric: Any) -> None:
     made, plan = fabric(2), kernel(2)
     run(made, plan, view="compute_only", calls=1)
     assert made.queued == [(("attend", plan.part(AttentionKernelSchedule).blocks, False), MAIN)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_invariant_results_take_keys_by_position(fabric: Any, world: int) -> None:
+    plan = kernel(2, causal=True, sequence=512)
+    if world == 1:  # which has any rows and no peers
+        sizes = sizes_of(1, causal=True, sequence=320)
+        plan = gpu_plan(
+            HopperAccelerator(), "ring_attention", 1, sizes, dtype="float16",
+            around=Around(invariant=Invariant()),
+        )  # fmt: skip
+    made = fabric(world)
+    assert run(made, plan.model_copy(update={"invariant": Invariant()})) == []
+    assert all(ring.ordered for ring in made.rings.values())
+    assert {ring.exchanges for ring in made.rings.values()} == {world > 1}
 
 
 @pytest.mark.parametrize("fault", ["seam", "skipped", "order"])

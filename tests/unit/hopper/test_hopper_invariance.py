@@ -21,7 +21,11 @@ from mkernel.backends.accelerators.cuda.schedule import SumSchedule
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
 from mkernel.backends.accelerators.hopper.gemm import fused, segments
-from mkernel.backends.accelerators.hopper.schedule import GatherSchedule, SegmentsSchedule
+from mkernel.backends.accelerators.hopper.schedule import (
+    AttentionKernelSchedule,
+    GatherSchedule,
+    SegmentsSchedule,
+)
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.backends.contracts.tree import tree_sum
@@ -85,6 +89,46 @@ def test_what_is_not_promised_is_refused_by_name() -> None:
     plan = planned("gemm_all_reduce", 2, 64, how=Invariant(8, "float32"))
     with pytest.raises(Unsupported, match="partial_dtype is float32"):
         HOPPER.workspace(plan)
+
+
+@pytest.fixture(autouse=True)
+def no_way_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "auto")
+
+
+def attention(world: int, **changes: Any) -> LaunchPlan:
+    sizes = {
+        "batch": 1,
+        "heads": 8,
+        "kv_heads": 2,
+        "sequence": 4096,
+        "head_dim": 64,
+        "causal": True,
+    }
+    around = Around(invariant=Invariant())
+    return gpu_plan(
+        HOPPER, "ring_attention", world, sizes | changes, around=around, dtype="bfloat16"
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_attention_is_the_one_kernel(world: int, head_dim: int) -> None:
+    assert attention(world, head_dim=head_dim).part(AttentionKernelSchedule)
+    assert attention(1, sequence=1024 - 32 * world).part(AttentionKernelSchedule)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sequence": 4096 - 128}, {"head_dim": 256}, {"documents": True}], ids=str
+)
+def test_attention_that_has_no_order_of_its_own_is_refused(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Unsupported, match="with invariant results on 'hopper' takes heads of 64"):
+        attention(2, **changes)
+    monkeypatch.setenv("MKERNEL_HOPPER_ATTENTION", "parts")
+    with pytest.raises(Unsupported, match="MKERNEL_HOPPER_ATTENTION = 'parts'"):
+        attention(2)
 
 
 class SegmentsFabric(Fabric):

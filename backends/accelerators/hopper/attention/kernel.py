@@ -9,6 +9,10 @@ Each query sees the own keys first, then those of the rank of the node before th
 before that, and so on, and then those of other nodes in the same order (:mod:`.attention.ring`);
 nothing is rounded between them. Heads have a width of 64 or 128, and a rank's pieces of the sequence
 multiples of 128 positions.
+
+For invariant results each query sees all keys from the last position to the first, whoever has them.
+So its blocks of keys, and the order in which they are merged, are those of a world of one rank, which
+has no peers and any number of positions.
 """
 
 from __future__ import annotations
@@ -53,6 +57,7 @@ class AttentionKernelExecutor:
         how = _checked(call.plan)
         self._context, self._how = context, how
         self._by_head = self._loads = call.plan.nodes > 1
+        self._ordered = call.plan.invariant is not None
         self._ring = AttentionRing(call, context, how.chunk_rows, far=how)
         self._world = device_world(call, context)
         # Copies within a device need room on its multiprocessors, and the kernel leaves none.
@@ -72,8 +77,8 @@ class AttentionKernelExecutor:
             # one that waits for other nodes' keys.
             self._loads = False
             self._attend(call, world, False, stream)
-        exchanges = call.view != "compute_only"
-        beside = call.view == "pipelined" and not self._copies_first
+        exchanges = call.view != "compute_only" and bool(self._ring.sources)
+        beside = call.view == "pipelined" and exchanges and not self._copies_first
         if exchanges and not beside:
             self._ring.push(world, *self._ring.given(call), stream)
         with self._ring.sending(call, world, stream) if beside else nullcontext():
@@ -94,7 +99,8 @@ class AttentionKernelExecutor:
         k, v = (aligned(call.tensors[name]) for name in "kv")
         out = call.tensors["out"]
         written, counters = writable(out), counters_of(call.workspace)
-        slots = sources[0].k  # the others follow in their order (host/attention/transfers.hpp)
+        # The other slots follow in their order (host/attention/transfers.hpp).
+        slots = sources[0].k if sources else k
         ring = made.Ring(
             core(q, k, v, written, call.tensors["lse"], self._ring.causal, scale, counters),
             [made.RingPart(each.rank, each.first, each.k.shape[2]) for each in sources],
@@ -104,6 +110,7 @@ class AttentionKernelExecutor:
             self._how.blocks,
             exchanges,
             self._by_head,
+            self._ordered,
         )
         made.attend_ring(self._context.device, world, ring, stream)
         deliver(written, out)

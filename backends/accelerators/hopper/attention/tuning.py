@@ -5,7 +5,8 @@ All functions are pure: they read a plan's sizes and ``machine.json`` (:mod:`..c
 Besides the ways of ``cuda`` there are two. From ``core_rows`` rows of a rank on our own kernel
 (``kernels/attention/core.hpp``) computes the parts. One kernel for the whole call is taken where its
 predicted time is shorter, for pieces that are multiples of 128 positions.
-``MKERNEL_HOPPER_ATTENTION`` asks for parts or for the kernel.
+``MKERNEL_HOPPER_ATTENTION`` asks for parts or for the kernel. Invariant results always take the one
+kernel.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from mkernel.backends.accelerators.cuda.attention.tuning import Far, Way, attent
 from mkernel.backends.accelerators.cuda.machine import machine
 from mkernel.backends.accelerators.hopper.schedule import AttentionKernelSchedule
 from mkernel.backends.accelerators.hopper.settings import HopperSettings
+from mkernel.errors import Unsupported
 from mkernel.plan.model import DTYPE_BYTES, AttentionShape, CommonPart, Prediction
 from mkernel.plan.predict import prediction
 from mkernel.plan.request import Alternative, Scheduled, ScheduleRequest
@@ -37,13 +39,12 @@ def _forward(
     """Choose one kernel or parts, whichever is predicted to be faster; return the choice and both
     alternatives, if there are two."""
     wished = load_as(HopperSettings).attention
+    if plan.invariant is not None:
+        return _ordered(plan, cores, constants, far), ()
     parts = tuning.by_parts(plan, cores, constants, far, _core_takes)
     if wished == "parts" or not kernel_takes(plan):
         return parts, ()
-    chunk_rows = far.fields.get("far_rows") or _chunk_rows(plan)
-    how = AttentionKernelSchedule(chunk_rows=chunk_rows, blocks=cores, **far.fields)
-    times = None if constants is None else predicted_kernel(plan, how.chunk_rows, constants, far)
-    kernel = Way(how, times)
+    kernel = _by_kernel(plan, cores, constants, far)
     sooner = (
         kernel.time_us is not None and parts.time_us is not None and kernel.time_us < parts.time_us
     )
@@ -58,6 +59,28 @@ def _forward(
             why="" if judged or way is parts else "the kernel was never judged in such a world",
         )
         for name, way in (("parts", parts), ("kernel", kernel))
+    )
+
+
+def _by_kernel(plan: CommonPart, cores: int, constants: MachineConstants | None, far: Far) -> Way:
+    chunk_rows = far.fields.get("far_rows") or _chunk_rows(plan)
+    how = AttentionKernelSchedule(chunk_rows=chunk_rows, blocks=cores, **far.fields)
+    times = None if constants is None else predicted_kernel(plan, how.chunk_rows, constants, far)
+    return Way(how, times)
+
+
+def _ordered(plan: CommonPart, cores: int, constants: MachineConstants | None, far: Far) -> Way:
+    """Schedule invariant results, which the one kernel alone has. Unsupported."""
+    if kernel_takes(plan) and load_as(HopperSettings).attention != "parts":
+        return _by_kernel(plan, cores, constants, far)
+    shape, world = attention_shape(plan), plan.world_size
+    raise Unsupported(
+        "ring attention with invariant results on 'hopper' takes heads of 64 or 128 elements, no "
+        f"packed documents, on several ranks pieces of whole {KERNEL_ROWS} positions, of which a "
+        f"causal call has two a rank, and {_MACHINE.attention.whole_bytes} bytes of other ranks' "
+        f"keys; here head_dim = {shape.head_dim}, documents = {shape.documents}, sequence = "
+        f"{shape.sequence}, causal = {shape.causal} on {world} ranks, MKERNEL_HOPPER_ATTENTION = "
+        f"{load_as(HopperSettings).attention!r}; pass invariant=False, or other sizes"
     )
 
 
@@ -110,15 +133,15 @@ def core_takes(shape: AttentionShape) -> bool:
 def kernel_takes(plan: CommonPart) -> bool:
     """Return whether one kernel can compute all parts: heads of 64 or 128, no packed documents,
     several ranks, whose pieces of the sequence are whole steps and whose keys fit beside a call's
-    tensors."""
+    tensors; invariant results of one rank, too."""
     shape, world = attention_shape(plan), plan.world_size
     rows = shape.sequence // world
+    whole = rows % (KERNEL_ROWS * (2 if shape.causal else 1)) == 0
     keys = 2 * shape.batch * shape.kv_heads * rows * shape.head_dim * DTYPE_BYTES[plan.dtype]
     return (
         shape.head_dim in (64, 128)
         and not shape.documents
-        and world > 1
-        and rows % (KERNEL_ROWS * (2 if shape.causal else 1)) == 0
+        and (whole if world > 1 else plan.invariant is not None)
         and (world - 1) * keys <= _MACHINE.attention.whole_bytes
     )
 

@@ -52,7 +52,7 @@ Core core(const std::array<RowsAt, 4>& tensors, std::uint64_t lse, std::uint64_t
 
 Ring ring(const Core& core, const std::vector<RingPart>& parts, const RowsAt& slots,
           std::int64_t values, std::int32_t chunk_rows, std::int32_t blocks, bool exchanges,
-          bool by_head) {
+          bool by_head, bool ordered) {
     Ring made{};
     if (parts.size() > made.parts.size()) check_count(parts.size() + 1);
     made.core = core;
@@ -63,6 +63,7 @@ Ring ring(const Core& core, const std::vector<RingPart>& parts, const RowsAt& sl
     made.blocks = blocks;
     made.exchanges = exchanges;
     made.by_head = by_head;
+    made.ordered = ordered;
     return made;
 }
 
@@ -79,7 +80,7 @@ void bind_attention(py::module_& module) {
              "source"_a, "first"_a, "keys"_a);
     py::class_<Ring>(module, "Ring")
         .def(py::init(&ring), "core"_a, "parts"_a, "slots"_a, "values"_a, "chunk_rows"_a,
-             "blocks"_a, "exchanges"_a, "by_head"_a = false);
+             "blocks"_a, "exchanges"_a, "by_head"_a = false, "ordered"_a = false);
     module.attr("COUNTERS_OFFSET") = offsetof(Control, counters);
     module.attr("COUNTERS_BYTES") = sizeof(Control::counters[0]);
 

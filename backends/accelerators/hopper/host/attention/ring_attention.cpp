@@ -16,9 +16,10 @@ bool whole_steps(std::int32_t rows) {
 
 void check(const Ring& ring, int world, int rank) {
     const Core& core = ring.core;
-    bool fits = core.keys == core.queries && core.keys > 0 && whole_steps(core.keys) &&
-                ring.chunk_rows > 0 && whole_steps(ring.chunk_rows) && ring.count >= 0 &&
-                ring.count < world && world <= kMaxRanks;
+    bool fits = core.keys == core.queries && core.keys > 0 &&
+                (ring.count == 0 || whole_steps(core.keys)) && ring.chunk_rows > 0 &&
+                whole_steps(ring.chunk_rows) && ring.count >= 0 && ring.count < world &&
+                (!ring.ordered || ring.count == world - 1) && world <= kMaxRanks;
     for (int part = 0; fits && part < ring.count; ++part) {
         const RingPart& each = ring.parts[part];
         fits = each.source >= 0 && each.source < world && each.source != rank &&
@@ -30,7 +31,8 @@ void check(const Ring& ring, int world, int rank) {
         std::to_string(ring.count) + " parts of " + std::to_string(world) + " ranks, " +
         std::to_string(core.queries) + " queries, " + std::to_string(core.keys) +
         " keys, chunks of " + std::to_string(ring.chunk_rows) +
-        "; each peer has one part at most, and rows, also of parts and chunks, are multiples of " +
+        "; each peer has one part at most, and one if keys are taken by position; rows, also of "
+        "parts and chunks, are multiples of " +
         std::to_string(kCoreKeys));
 }
 
@@ -58,6 +60,7 @@ void attend_ring(const DeviceWorld& world, const Ring& ring, cudaStream_t stream
         args.core.section = core.heads / core.kv_heads;  // whose keys come together
     }
     args.exchanges = ring.exchanges;
+    args.ordered = ring.ordered;
     launch_ring(args, ring.blocks, core.causal, core.half, ring.by_head, stream);
 }
 

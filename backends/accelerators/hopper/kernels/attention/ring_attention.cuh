@@ -15,7 +15,7 @@ namespace mkernel::hopper::attention {
 template <int kWidth>
 struct RingShared {
     CoreShared<kWidth> core;
-    std::int32_t arrived[kMaxRanks - 1];  // chunks of each part that the loader knows to be there
+    std::int32_t arrived[kMaxRanks - 1];  // of each part: behind the last chunk that was waited for
     ptx::Mbarrier written;                // by each group of multipliers: all that it has
 };
 static_assert(sizeof(RingShared<64>) <= kSharedBytes && sizeof(RingShared<128>) <= kSharedBytes);
@@ -35,9 +35,16 @@ class RingLoader {
         for (std::int32_t number = loader_.take(); number >= 0 && going_; number = loader_.take()) {
             const CoreTile tile = core_tile<kCausal>(args_.core, number);
             loader_.queries(number, tile, steps(tile));
+            if (args_.ordered && args_.count > 0) {
+                load_in_order(tile);
+                continue;
+            }
             for (int at = tile.last; at >= 0; --at) loader_.own_keys(tile, at);
             for (int part = 0; part < args_.count; ++part) {
-                if (sees(tile, part)) load(tile, part);
+                if (!sees(tile, part)) continue;
+                for (int row = 0; row < args_.parts[part].keys; row += kCoreKeys) {
+                    load(tile, part, row);
+                }
             }
         }
         loader_.end();
@@ -56,27 +63,43 @@ class RingLoader {
         return found;
     }
 
-    __device__ void load(const CoreTile& tile, int part) {
-        const int keys = args_.parts[part].keys;
+    // Loads the keys that the tile sees from the last position to the first, whichever rank has them. Of a
+    // sequence in pieces, one a rank or, if causal, two in a zigzag, the tile's own or the last comes first.
+    __device__ void load_in_order(const CoreTile& tile) {
+        const int ranks = args_.count + 1, rank = args_.workspace.rank;
+        const int steps = args_.core.keys / kCoreKeys / (kCausal ? 2 : 1);  // of a piece
+        int piece = ranks - 1;
+        if (kCausal) piece = tile.last < steps ? rank : 2 * ranks - 1 - rank;
+        for (int last = tile.last % steps; piece >= 0; --piece, last = steps - 1) {
+            const bool second = piece >= ranks;
+            const int owner = second ? 2 * ranks - 1 - piece : piece;
+            const int first = second ? steps : 0;
+            int part = 0;
+            while (owner != rank && args_.parts[part].source != owner) ++part;
+            for (int at = first + last; at >= first; --at) {
+                owner == rank ? loader_.own_keys(tile, at) : load(tile, part, at * kCoreKeys);
+            }
+        }
+    }
+
+    __device__ void load(const CoreTile& tile, int part, int row) {
         int first = 0;
         if constexpr (kByHead) {
             first = (tile.batch * args_.core.kv_heads + tile.kv_head) * args_.of_head;
         }
-        for (int row = 0; row < keys; row += kCoreKeys) {
-            await(part, first + row / args_.chunk_rows);
-            const auto of = [&](int set) {
-                return [&, set](unsigned char* to, ptx::Mbarrier* full, int column) {
-                    ptx::load_box(to, &args_.slots, full, column, row, tile.kv_head, tile.batch,
-                                  set);
-                };
+        await(part, first + row / args_.chunk_rows);
+        const auto of = [&](int set) {
+            return [&, set](unsigned char* to, ptx::Mbarrier* full, int column) {
+                ptx::load_box(to, &args_.slots, full, column, row, tile.kv_head, tile.batch, set);
             };
-            loader_.keys(of(2 * part), of(2 * part + 1));
-        }
+        };
+        loader_.keys(of(2 * part), of(2 * part + 1));
     }
 
     // Waits for the chunk's flag: later loads read what was copied before the flag.
     __device__ void await(int part, int chunk) {
-        if (chunk < shared_.arrived[part]) return;
+        const int arrived = shared_.arrived[part];
+        if (args_.ordered ? chunk + 1 == arrived : chunk < arrived) return;
         shared_.arrived[part] = chunk + 1;
         if (!args_.exchanges || !going_) return;
         const auto source = static_cast<std::uint32_t>(args_.parts[part].source);

@@ -7,8 +7,9 @@
 //   q, own k, v, then what is in the slots, as flags come ──one persistent kernel──▶ out, lse; it ends the call
 //
 // A tile of queries takes the own keys first, then those of the parts in their order, whichever have arrived:
-// results are always the same bits. The result so far stays in registers, so nothing is rounded between
-// parts. Rows, and the rows of a chunk, are multiples of 128.
+// results are always the same bits. If `ordered` it takes all keys from the last position to the first, so that
+// these bits do not depend on the ranks. The result so far stays in registers, so nothing is rounded between
+// parts. Rows, and the rows of a chunk, are multiples of 128; without parts there are any rows.
 #pragma once
 
 #include <array>
@@ -36,6 +37,7 @@ struct Ring {
     bool by_head;             // each of a head's (cuda/kernels/attention/crossing.hpp)
     std::int32_t blocks;      // at most; 0: one a multiprocessor
     bool exchanges;           // waits for flags and ends the call, else parts are taken as they lie
+    bool ordered;             // keys by position, those of every other rank; invariant results
 };
 
 // Queues ring attention on the current device's `stream`, may be captured. CudaError; std::invalid_argument.
@@ -49,7 +51,7 @@ struct RingArgs {
     transport::WaitLimits limits;
     RingParts parts;
     std::int32_t count, chunk_rows, chunks;  // chunks of a rank
-    bool exchanges;
+    bool exchanges, ordered;
     std::int32_t of_head;  // chunks of a head, if each has its own
 };
 
