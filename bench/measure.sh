@@ -26,7 +26,8 @@
 #   tiles    products by every tiling                         tile_menu.json
 #   invariant  which instructions and library products add alike, and what invariant results cost by as many segments
 #            as GPUs and by 8, beside the unfused way, as CUDA graphs
-#                       invariant_instructions.json, hopper_invariant_{targets,layers}_{2,8}_2.json, ..._all_reduce_2.json
+#                       invariant_instructions.json, hopper_invariant_{targets,layers}_{2,8}_2.json,
+#                       ..._{all_reduce,attention}_2.json
 #   fp8      e4m3 operands with scales by rows, as CUDA graphs  hopper_fp8_2.json
 #   fp8_more the same all-reduced, by tensors, by blocks     hopper_fp8_2_{all_reduce,tensor,block}.json
 #   attention  ring attention beside peers, forward and backward, and between two nodes
@@ -247,6 +248,8 @@ for part in "$@"; do
         done
         bench "hopper_invariant_all_reduce_${card}2" all_reduce "${layers[@]}" --shapes bench/sums_two_ranks.json \
             --mode graph --iterations 3 --warmup 1 --invariant 2 --peers none
+        bench "hopper_invariant_attention_${card}2" ring_attention --ranks 2 --accelerator hopper --mode graph \
+            --iterations 3 --warmup 1 --shapes bench/attention_two_ranks.json --invariant 2 --peers none
         ;;
     fp8) # by rows
         bench hopper_fp8_2 ag_gemm,gemm_rs "${fp8[@]}" --scales row "${peers[@]}"
