@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import mkernel
 from mkernel import Invariant
-from mkernel.backends.accelerators.hopper.gemm import segments
+from mkernel.backends.accelerators.hopper.gemm import segments, tuning
 from mkernel.backends.contracts.tree import tree_sum
 
 ROWS, COLUMNS, K, SEGMENTS = 704, 1536, 2048, 8
@@ -159,9 +160,23 @@ def many_rows(draw: Draw, rows: int) -> Tensor:
     return torch.stack((found[0], found[-1])).cpu()
 
 
+def adding(tiling: str, levels: int) -> AbstractContextManager[Any]:
+    """Products of segments have this tiling, and add so many levels of the tree in registers."""
+    return mock.patch.object(tuning, "_tree", return_value=(tiling, levels))
+
+
+def in_registers(
+    draws: Sequence[Draw], batches: Sequence[Sequence[int]], tiling: str, levels: int
+) -> list[list[Tensor]]:
+    """As :func:`every_batch`, with products :func:`adding` so many levels."""
+    with adding(tiling, levels):
+        return every_batch(draws, batches)
+
+
 def planted(draw: Draw, batches: Sequence[Sequence[int]], fault: str) -> list[list[Tensor]]:
     """As :func:`every_batch`, with a fault: ``cut``, segments that depend on M; ``tree``, one turned by
-    rank; ``order``, leaves added from the last one on."""
+    rank; ``order``, leaves added from the last one on; ``registers``, those of a tile added from
+    another one on. Of the others no leaf is added in registers."""
     honest = segments._segments
 
     def cut(plan: Any) -> Any:
@@ -178,10 +193,20 @@ def planted(draw: Draw, batches: Sequence[Sequence[int]], fault: str) -> list[li
         some = terms if self._plan.gemm.m > len(batches[0]) else [*terms[1:], terms[0]]
         add(self, call, some, *more)
 
+    multiply = segments.SegmentsExecutor._multiply
+
+    def rolled(self: Any, call: Any, operands: Any, *more: Any) -> None:
+        if self._plan.gemm.m <= len(batches[0]):
+            by = honest(self._plan)[0][1]
+            a, b = operands.a.roll(-by, 1), operands.b.roll(-by, 0)
+            operands = operands._replace(a=a, b=b)
+        multiply(self, call, operands, *more)
+
     patches = {
         "cut": mock.patch.object(segments, "_segments", cut),
         "tree": mock.patch.object(segments.SegmentsExecutor, "_add", turned),
         "order": mock.patch.object(segments.SegmentsExecutor, "_add", backwards),
+        "registers": mock.patch.object(segments.SegmentsExecutor, "_multiply", rolled),
     }
-    with patches[fault]:
+    with adding("narrow", 2 if fault == "registers" else 0), patches[fault]:
         return every_batch([draw], batches)

@@ -16,12 +16,15 @@ from invariance_ranks import (
     Draw,
     every_batch,
     given,
+    in_registers,
     leaves_of,
     many_rows,
     planted,
 )
 from torch import Tensor
 
+from mkernel.backends.accelerators.cuda.schedule import TilingName
+from mkernel.backends.accelerators.hopper.gemm.tuning import LEVELS
 from mkernel.backends.contracts.tree import tree_sum
 from mkernel.errors import MkernelError
 
@@ -143,7 +146,20 @@ def test_a_row_has_the_same_bits_among_65536(world: int, draw: Draw, alone: list
     assert torch.equal(bits(torch.cat(each)), bits(right))
 
 
-@pytest.mark.parametrize("fault", ["cut", "order"])
+@pytest.mark.parametrize("tiling", ["wide", "medium", "narrow"])
+def test_levels_in_registers_add_as_the_kernel_behind_does(
+    tiling: TilingName, alone: list[Tensor]
+) -> None:
+    draws = [draw for draw in REDUCTIONS if draw.scales is None]
+    whole = [alone[DRAWS.index(draw)] for draw in draws]
+    for levels in (0, LEVELS[tiling]):
+        found = kept_ranks.run(
+            in_registers, draws, batches(1), tiling, levels, ranks_per_node=1, accelerator="hopper"
+        )
+        assert not differences(draws, found, batches(1), whole)
+
+
+@pytest.mark.parametrize("fault", ["cut", "order", "registers"])
 def test_planted_faults_are_seen_on_one_rank(fault: str) -> None:
     draw = Draw("gemm_all_reduce")
     rows = [list(range(16)), list(range(ROWS))]

@@ -83,13 +83,15 @@ class ReduceSchedule(Schedule):
 
 class SegmentsSchedule(Schedule):
     """The schedule of invariant results of a GEMM with a reduction: a product of ``tiling`` for each
-    segment of K, on at most ``blocks`` blocks, with ``band`` as in :class:`GatherSchedule`; a kernel
-    that adds them; and a collective. ``by_mail``: it is one Lamport exchange instead of using flags."""
+    2^``levels`` segments of K, which add them by the lowest levels of the tree in registers, on at
+    most ``blocks`` blocks, with ``band`` as in :class:`GatherSchedule`; a kernel that adds the
+    products; and a collective. ``by_mail``: it is one Lamport exchange instead of using flags."""
 
     kind: Literal["hopper.segments"] = "hopper.segments"
     tiling: TilingName
     blocks: int = Field(ge=1)
     band: int = Field(ge=1)
+    levels: int = Field(0, ge=0)
     by_mail: bool = False
 
     @property

@@ -21,6 +21,7 @@ from mkernel.backends.accelerators.cuda.schedule import SumSchedule
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
 from mkernel.backends.accelerators.hopper.gemm import fused, segments
+from mkernel.backends.accelerators.hopper.gemm.tuning import LEVELS
 from mkernel.backends.accelerators.hopper.schedule import (
     AttentionKernelSchedule,
     GatherSchedule,
@@ -55,6 +56,16 @@ def test_products_are_fused_with_tilings_that_add_alike(op: str, world: int) -> 
     plans = [planned(op, world, m) for m in ROWS]
     assert {plan.path for plan in plans} == {"fused"}
     assert "narrow" in {plan.part(kind).tiling for plan in plans} <= {"wide", "medium", "narrow"}
+
+
+def test_few_segments_of_a_rank_are_added_in_registers() -> None:
+    def levels(world: int, m: int, **how: Any) -> int:
+        return planned("gemm_all_reduce", world, m, **how).part(SegmentsSchedule).levels
+
+    assert [levels(world, 4096) for world in (4, 8)] == [1, 0]
+    assert {levels(2, m) for m in (4096, 65536)} <= {1, 2}
+    assert levels(1, 64, how=Invariant(64)) == 0 < levels(1, 65536, how=Invariant(64))
+    assert {levels(2, m, scales=Scales(mode="row", use_fast_accum=True)) for m in ROWS} == {0}
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -139,7 +150,7 @@ class SegmentsFabric(Fabric):
 
     def __init__(self, world: int) -> None:
         super().__init__(world)
-        self.launches: list[int] = []
+        self.launches: list[tuple[int, int]] = []
 
     def DeviceWorld(self, workspaces: list[int], *how: Any) -> int:
         return how[0] if len(workspaces) == self.world else -1
@@ -149,28 +160,36 @@ class SegmentsFabric(Fabric):
         assert not how.pop("blocks")
         return Told(rank, staging_bytes, **how)
 
-    def AllGatherSchedule(self, rows: int, chunk: int, segments: int) -> tuple[int, int]:
+    def AllGatherSchedule(
+        self, rows: int, chunk: int, segments: int, levels: int
+    ) -> tuple[int, int, int]:
         assert rows == chunk
-        return rows, segments
+        return rows, segments, levels
 
     def Product(self, **sizes: Any) -> Any:
         return SimpleNamespace(of=lambda tensors: SimpleNamespace(tensors=tensors, **sizes))
 
     def GemmTensors(self, a: int, b: int, out: int, bias: int, **more: int) -> Any:
-        assert not bias
-        return SimpleNamespace(a=a, b=b, out=out, **more)
+        return SimpleNamespace(a=a, b=b, out=out, bias=bias, **more)
 
     def all_gather_gemm(
-        self, device: int, world: int, product: Any, rows: tuple[int, int], waits: bool, stream: int
-    ) -> None:
+        self, device: int, world: int, product: Any, rows: tuple[int, int, int], waits: bool,
+        stream: int,
+    ) -> None:  # fmt: skip
         assert (world == -1 or self.world == 1, waits, stream) == (True, False, STREAM)
-        t, (m, parts), n, k = product.tensors, rows, product.n, product.k
+        t, (m, roots, levels), n, k = product.tensors, rows, product.n, product.k
+        parts = roots << levels
         assert parts == 1 or k % (64 * parts) == 0
-        self.launches.append(parts)
+        assert levels in (0, LEVELS[product.tiling])
+        self.launches.append((roots, levels))
         a = matrix(t.a, m, k, t.a_pitch or k)
         b = matrix(t.b, k, n, t.b_pitch) if product.n_major else matrix(t.b, n, k, t.b_pitch).t()
         each = zip(a.float().chunk(parts, 1), b.float().chunk(parts), strict=True)
-        found = torch.stack([one @ other for one, other in each]).bfloat16()
+        leaves = [(one @ other).bfloat16() for one, other in each]
+        groups = [leaves[at : at + (1 << levels)] for at in range(0, parts, 1 << levels)]
+        found = torch.stack([tree_sum(group) for group in groups])
+        if t.bias:
+            found = (found.float() + matrix(t.bias, 1, n, n).float()).bfloat16()
         ctypes.memmove(t.out, found.data_ptr(), found.nbytes)
 
     def sum_parts(
@@ -203,11 +222,13 @@ def matrix(at: int, rows: int, columns: int, pitch: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("count", [4, 64])
+@pytest.mark.parametrize("levels", [0, 1, 2])
+@pytest.mark.parametrize("count", [4, 8, 64])
 @pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_all_reduce"])
 def test_segments_are_added_by_the_tree(
-    op: str, count: int, world: int, monkeypatch: pytest.MonkeyPatch
+    op: str, count: int, world: int, levels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By the levels in registers and the kernel behind: those of a world of few segments, or none."""
     fabric = SegmentsFabric(world)
     for module in (segments, fused, device_world):
         monkeypatch.setattr(module, "native", lambda: fabric)
@@ -215,12 +236,22 @@ def test_segments_are_added_by_the_tree(
     random = torch.Generator().manual_seed(count)
     a, b = (torch.randint(-32, 33, size, generator=random).bfloat16() for size in ((m, k), (k, n)))
     bias = torch.randn(n, generator=random).bfloat16()
-    how, sizes = Invariant(count), {"m": m, "n": n, "k": k // world}
+    sizes = {"m": m, "n": n, "k": k // world}
     scatters = op == "gemm_reduce_scatter"
     made = gpu_plan(
-        HOPPER, op, world, sizes, dtype="bfloat16", around=Around(bias=True, invariant=how)
+        HOPPER,
+        op,
+        world,
+        sizes,
+        dtype="bfloat16",
+        around=Around(bias=True, invariant=Invariant(count)),
     )
     assert executor_of(made) is segments.SegmentsExecutor
+    whole = k // count % 64 == 0
+    levels = min(levels, (count // world).bit_length() - 1) if whole else 0
+    tile = next((name for name, most in LEVELS.items() if most == levels), "wide")
+    how = made.part(SegmentsSchedule).model_copy(update={"levels": levels, "tiling": tile})
+    made = made.model_copy(update={"schedule": how})
     outs = [
         torch.full((m // world if scatters else m, n), torch.nan).bfloat16() for _ in range(world)
     ]
@@ -249,6 +280,6 @@ def test_segments_are_added_by_the_tree(
     expected = (tree_sum(leaves).float() + bias.float()).bfloat16()
     found = torch.cat(outs) if scatters else outs[0]
     assert torch.equal(found, expected)
-    each = count // world if step % 64 == 0 else 1
-    assert fabric.launches == [each] * (count // each)
+    each = count // world >> levels if whole else 1
+    assert fabric.launches == [(each, levels)] * ((count >> levels) // each)
     assert all(torch.equal(each, outs[0]) for each in outs) or scatters

@@ -1,11 +1,12 @@
 """Invariant results of GEMM+ReduceScatter and GEMM+AllReduce on one rank, by parts.
 
 Data flow of a call:
-  a, b ──the kernel of AllGather+GEMM, in a world of one rank──▶ leaves, rounded
-  leaves ──one kernel, by the tree of ``mkernel/plan/invariance.py``──▶ this rank's root
-  roots  ──a collective that adds by the tree in the order of ranks, + bias──▶ out; a norm behind it
+  a, b ──the kernel of AllGather+GEMM, in a world of one rank──▶ nodes of the tree of
+       ``mkernel/plan/invariance.py``: segments, or sums of a few that are added in registers
+  nodes ──one kernel, by the rest of the tree──▶ this rank's root
+  roots ──a collective that adds by the tree in the order of ranks, + bias──▶ out; a norm behind it
 Every product takes a segment of K in one order, by instructions that add alike; one launch computes
-all of them where they are whole steps of the kernel. One rank alone adds its leaves into ``out``.
+all of them where they are whole steps of the kernel. One rank alone adds its nodes into ``out``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from mkernel.backends.accelerators.cuda.device_world import (
 from mkernel.backends.accelerators.cuda.native_kernels import native
 from mkernel.backends.accelerators.cuda.prefetch import prefetch_of
 from mkernel.backends.accelerators.hopper.gemm.fused import Operands, element_of, product_of
+from mkernel.backends.accelerators.hopper.gemm.tuning import STEP_BYTES
 from mkernel.backends.accelerators.hopper.schedule import SegmentsSchedule
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import Workspace
@@ -35,8 +37,6 @@ from mkernel.plan.model import DTYPE_BYTES, LaunchPlan
 
 _MOST_TERMS = 16
 """The most terms that one kernel adds; as kMaxRanks of device/network.cuh."""
-_STEP_BYTES = 128
-"""The bytes of a row in a step of K of the kernel (tile/block.cuh)."""
 
 
 class SegmentsExecutor:
@@ -48,10 +48,16 @@ class SegmentsExecutor:
         made, plan = native(), call.plan
         how = plan.part(SegmentsSchedule)
         self._plan, self._context, self._how = plan, context, how
-        self._segments = _segments(plan)
-        each, nbytes = self._segments[0][1], DTYPE_BYTES[plan.dtype]
-        self._launched = len(self._segments) if each * nbytes % _STEP_BYTES == 0 else 1
-        self._product = product_of(plan, how, how.tiling, k=each * self._launched)
+        parts, of_node = _segments(plan), 1 << how.levels
+        whole = parts[0][1] * DTYPE_BYTES[plan.dtype] % STEP_BYTES == 0
+        if len(parts) % of_node or not (whole or of_node == 1):
+            legal = f"0, with {len(parts)} segments of {parts[0][1]} columns on a rank"
+            raise ArgumentError("plan.schedule.levels", how.levels, legal)
+        self._nodes = [
+            (parts[at][0], parts[at + of_node - 1][1]) for at in range(0, len(parts), of_node)
+        ]
+        self._launched = len(self._nodes) if whole else 1
+        self._product = product_of(plan, how, how.tiling, k=self._nodes[0][1] * self._launched)
         self._together = made.Collective(
             device_world(call, context),
             _staging(plan),
@@ -73,16 +79,20 @@ class SegmentsExecutor:
     def start(self, call: Call, stream: int) -> None:
         """Queue one call on a stream."""
         operands, alone = Operands.of(call), call.plan.world_size == 1
-        leaves = self._leaves(call, operands, stream)
+        out, count = operands.out, len(self._nodes)
+        # Kernels add a bias to a root that they have rounded.
+        whole = alone and count == 1 and self._how.levels > 0
+        nodes = out[None] if whole else out.new_empty((count, self._plan.gemm.m, self._plan.gemm.n))
+        self._multiply(call, operands, nodes, operands.bias if whole else None, stream)
         if call.view == "compute_only" and not alone:
             return
-        if alone:
-            self._add(call, leaves, operands.out, stream, operands.bias)
-        else:
-            root = leaves[0]
-            if len(leaves) > 1:
+        if alone and not whole:
+            self._add(call, list(nodes), out, stream, operands.bias)
+        elif not alone:
+            root = nodes[0]
+            if count > 1:
                 root = torch.empty_like(root)
-                self._add(call, leaves, root, stream)
+                self._add(call, list(nodes), root, stream)
             self._exchange(call, operands, root, stream)
         operands.deliver(call)
         normalise(call, stream)
@@ -92,20 +102,27 @@ class SegmentsExecutor:
     ) -> None:
         """Return None: there is no native starter of such calls."""
 
-    def _leaves(self, call: Call, operands: Operands, stream: int) -> list[torch.Tensor]:
-        """Queue the products of this rank's segments, and return them."""
+    def _multiply(
+        self,
+        call: Call,
+        operands: Operands,
+        nodes: torch.Tensor,
+        bias: torch.Tensor | None,
+        stream: int,
+    ) -> None:
+        """Queue the products of this rank's segments into nodes [count, M, N]."""
         made, shape, device = native(), self._plan.gemm, self._context.device
         alone = made.DeviceWorld(
             [call.workspace], 0, self._context.control, call.timeout_s, call_id(call)
         )
-        rows = made.AllGatherSchedule(shape.m, shape.m, segments=self._launched)
-        leaves = operands.out.new_empty((len(self._segments), shape.m, shape.n))
-        for at in range(0, len(leaves), self._launched):
-            k = slice(self._segments[at][0], self._segments[at + self._launched - 1][1])
-            some = operands._replace(a=operands.a[:, k], b=operands.b[k], out=leaves[at], bias=None)
+        rows = made.AllGatherSchedule(
+            shape.m, shape.m, segments=self._launched, levels=self._how.levels
+        )
+        for at in range(0, len(nodes), self._launched):
+            k = slice(self._nodes[at][0], self._nodes[at + self._launched - 1][1])
+            some = operands._replace(a=operands.a[:, k], b=operands.b[k], out=nodes[at], bias=bias)
             product = self._product.of(some.tensors())
             made.all_gather_gemm(device, alone, product, rows, False, stream)
-        return list(leaves)
 
     def _add(
         self,

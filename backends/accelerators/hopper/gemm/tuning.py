@@ -28,7 +28,14 @@ from mkernel.backends.accelerators.hopper.schedule import (
 )
 from mkernel.plan import paths
 from mkernel.plan.few_rows import cut
-from mkernel.plan.model import DTYPE_BYTES, DtypeName, GemmShape, Schedule, SumShape
+from mkernel.plan.model import (
+    DTYPE_BYTES,
+    CommonPart,
+    DtypeName,
+    GemmShape,
+    Schedule,
+    SumShape,
+)
 from mkernel.plan.pipeline import Exchange
 from mkernel.plan.request import Scheduled, ScheduleRequest, TooLarge
 from mkernel.plan.standard import by_rows
@@ -51,6 +58,10 @@ CLUSTER_TILES = {**_MACHINE.tilings.clusters, "deep": _MACHINE.tilings.clusters[
 """The rows and columns that a cluster computes at a time. Deep tiles, of plans of earlier versions,
 are wide ones; the first of equal ones is planned."""
 BAND = _MACHINE.tilings.band
+LEVELS: dict[TilingName, int] = {"wide": 1, "medium": 2, "narrow": 2}
+"""The levels of the tree over segments for which a tiling's kernel has registers, if it adds any."""
+STEP_BYTES = 128
+"""The bytes of a row in a step of K of the kernels (tile/block.cuh)."""
 PUSH_BLOCKS = _MACHINE.pushing.blocks
 PUSHERS = PUSH_BLOCKS * _MACHINE.pushing.threads_of_a_block
 """Threads that push; each has its own chunk in transit."""
@@ -374,15 +385,41 @@ def segments(request: ScheduleRequest, processors: int) -> SegmentsSchedule:
     promoted = plan.scales is not None and not plan.scales.use_fast_accum
     way: Way | None = "one_shot" if plan.op == "gemm_all_reduce" else None
     nbytes = shape.m * shape.n * DTYPE_BYTES[plan.out_dtype]
-    of_rank = plan.invariant.segments // plan.world_size
-    k = _up(shape.k * DTYPE_BYTES[plan.dtype], ELEMENT_BYTES * of_rank)
+    chosen, levels = ("promoted", 0) if promoted else _tree(plan, processors)
     one = plan.world_size > 1 and (way is None or _MACHINE.in_one(nbytes, plan.world_size))
     return SegmentsSchedule(
-        tiling="promoted" if promoted else tiling(shape.m, of_rank, shape.n, k, processors),
+        tiling=chosen,
+        levels=levels,
         blocks=processors,
         band=BAND,
         by_mail=one and library_tuning.by_mail(plan, plan.out_dtype, way, request.constants),
     )
+
+
+def _tree(plan: CommonPart, processors: int) -> tuple[TilingName, int]:
+    """Return the tiling of the products of a rank's segments, and the levels of the tree that they add
+    in registers: those that are predicted to be the fastest, with the kernel that adds the rest."""
+    shape, machine, itemsize = plan.gemm, _MACHINE.constants, DTYPE_BYTES[plan.dtype]
+    assert plan.invariant is not None
+    assert machine.fused is not None
+    of_rank = plan.invariant.segments // plan.world_size
+    whole = plan.scales is None and shape.k * itemsize % (of_rank * STEP_BYTES) == 0
+    found: list[tuple[float, int, TilingName]] = []
+    for levels in range(3 if whole else 1):
+        roots = of_rank >> levels
+        if roots == 0:
+            break
+        moved = (roots + 1) * shape.m * shape.n * DTYPE_BYTES[plan.out_dtype]
+        added_us = machine.launch_us + moved / (machine.memory_gbs * 1e3) if roots > 1 else 0.0
+        for product in machine.fused.products.each(
+            roots, shape.m, shape.n, _up(shape.k * itemsize, ELEMENT_BYTES * roots),
+            processors, machine.memory_gbs, ELEMENT_BYTES,
+        ):  # fmt: skip
+            name = tiling_of(machine.fused.tiles[product.tile])
+            if levels in (0, LEVELS[name]):
+                found.append((product.total_us + added_us, levels, name))
+    _, levels, name = min(found)
+    return name, levels
 
 
 def reduce_flags(op: str, rows: int, n: int, world: int, tiling: TilingName) -> int:

@@ -59,6 +59,35 @@ class Multiplier {
         if (steps > 0) release(before.slot);
     }
 
+    // Multiplies 2^kLevels segments of K, of `steps` stages each, and adds them by the tree of invariant results
+    // (mkernel/plan/invariance.py): each segment and each node is rounded to Element, and +0 instead of -0.
+    template <int kLevels>
+    __device__ __forceinline__ void multiply_segments(int steps) {
+        if constexpr (kLevels == 0) {
+            multiply(steps);
+        } else {
+            multiply_segments<kLevels - 1>(steps);
+            std::uint32_t left[C::kAccumulators / 2];
+#pragma unroll
+            for (int i = 0; i < C::kAccumulators / 2; ++i) {
+                left[i] = ptx::pack<Element>(sum_[2 * i], sum_[2 * i + 1]);
+            }
+            multiply_segments<kLevels - 1>(steps);
+#pragma unroll
+            for (int i = 0; i < C::kAccumulators / 2; ++i) {
+                const float2 two = ptx::unpack<Element>(left[i]);
+                sum_[2 * i] += two.x;
+                sum_[2 * i + 1] += two.y;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < C::kAccumulators; i += 2) {
+            const float2 two = ptx::unpack<Element>(ptx::pack<Element>(sum_[i], sum_[i + 1]));
+            sum_[i] = two.x + 0.0F;
+            sum_[i + 1] = two.y + 0.0F;
+        }
+    }
+
     // Multiplies a tile of e4m3 operands, from `column` of `columns` of the matrix on, and applies their
     // scales. `of_rows()` returns where those of the tile's first row lie once they are there, for `rows`
     // rows from it on.

@@ -66,16 +66,17 @@ Product product_of(int n, int k, bool half, bool n_major, Tiling tiling, int ban
 }
 
 AllGatherSchedule all_gather_schedule(int rows, int chunk_rows, int push_blocks, int slices,
-                                      bool hierarchical, int segments) {
+                                      bool hierarchical, int segments, int levels) {
     require_positive("rows", rows);
     require_positive("chunk_rows", chunk_rows);
     require_positive("segments", segments);
+    require(levels >= 0 && levels <= 2, "levels", levels, "0 to 2");
     require(push_blocks >= 0 && push_blocks % 2 == 0, "push_blocks", push_blocks,
             "an even number: whole clusters");
     const bool may_slice = push_blocks == 0 && chunk_rows >= rows;
     require(slices == 1 || (slices > 1 && may_slice), "slices", slices,
             "1, or more where copy engines move one chunk");
-    return {rows, chunk_rows, push_blocks, slices, hierarchical, segments};
+    return {rows, chunk_rows, push_blocks, slices, hierarchical, segments, levels};
 }
 
 ReduceSchedule reduce_schedule(int m, int rows, int panel_rows, int panel_columns, int pace,
@@ -144,7 +145,7 @@ void bind_data(py::module_& module) {
         .def("of", &with_tensors, "tensors"_a);
     py::class_<AllGatherSchedule>(module, "AllGatherSchedule")
         .def(py::init(&all_gather_schedule), "rows"_a, "chunk_rows"_a, "push_blocks"_a = 0,
-             "slices"_a = 1, "hierarchical"_a = false, "segments"_a = 1)
+             "slices"_a = 1, "hierarchical"_a = false, "segments"_a = 1, "levels"_a = 0)
         .def_readonly("push_blocks", &AllGatherSchedule::push_blocks);
     py::class_<ReduceSchedule>(module, "ReduceSchedule")
         .def(py::init(&reduce_schedule), py::kw_only(), "m"_a, "rows"_a, "panel_rows"_a,

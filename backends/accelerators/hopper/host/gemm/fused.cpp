@@ -242,10 +242,11 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
                                     std::to_string(ranks - 1) + " other ranks");
     }
     const int step = kTileDepth * static_cast<int>(kElementBytes) / operand_bytes(product.scaling);
-    if (schedule.segments > 1 && (ranks > 1 || product.k % (schedule.segments * step) != 0)) {
+    const int parts = schedule.segments << schedule.levels;
+    if (parts > 1 && (ranks > 1 || product.k % (parts * step) != 0)) {
         throw std::invalid_argument(
-            std::to_string(schedule.segments) + " segments of k = " + std::to_string(product.k) +
-            " on " + std::to_string(ranks) + " ranks; expected one rank, and a multiple of " +
+            std::to_string(parts) + " segments of k = " + std::to_string(product.k) + " on " +
+            std::to_string(ranks) + " ranks; expected one rank, and a multiple of " +
             std::to_string(step) + " in each");
     }
     args.own = boxes_of_rows(tensors.a, schedule.rows, schedule.rows, product, tensors.a_pitch);
@@ -274,6 +275,7 @@ AllGatherGemmArgs gather_args(const DeviceWorld& world, const Product& product,
     args.chunks = schedule.count();
     args.slices = schedule.slices;
     args.segments = schedule.segments;
+    args.levels = schedule.levels;
     args.rows_to_push = reinterpret_cast<const char*>(tensors.a);
     args.push_blocks = schedule.push_blocks;
     args.rails = rails_of(args.workspace, schedule.hierarchical);

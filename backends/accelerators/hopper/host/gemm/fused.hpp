@@ -63,7 +63,8 @@ Boxes boxes_of_b(const Product& product);
 // and there to the last peer in `slices` of K, which tiles begin with one by one. Slices are for one
 // chunk, and not for blocks.
 // `hierarchical`: between nodes, once to each other node (device/rails.cuh). `segments`: one rank's equal
-// parts of K, whole steps each, whose products lie behind one another in `out`.
+// parts of K, whose products lie behind one another in `out`; each is the root of a tree of so many `levels`
+// over equal parts of it, whole steps each (kernels/gemm/all_gather_gemm.cuh).
 struct AllGatherSchedule {
     int rows;
     int chunk_rows;
@@ -71,6 +72,7 @@ struct AllGatherSchedule {
     int slices = 1;
     bool hierarchical = false;
     int segments = 1;
+    int levels = 0;
 
     [[nodiscard]] int count() const { return (rows + chunk_rows - 1) / chunk_rows; }
     [[nodiscard]] int flags() const { return count() * slices; }  // of one rank

@@ -50,9 +50,10 @@ struct AllGatherGemmArgs {
     transport::WaitLimits limits;
     Raster raster;  // of one rank's rows; no tiles: the pushing blocks alone, whose call goes on
     int rows, n, k;
-    int chunk_rows, chunks;    // of one rank's rows; chunks 0: wait for nothing
-    int slices;                // of K, each with a flag; 1 where blocks push
-    int segments;              // of K, whole steps each, with sums of their own; 1 where W > 1
+    int chunk_rows, chunks;  // of one rank's rows; chunks 0: wait for nothing
+    int slices;              // of K, each with a flag; 1 where blocks push
+    int segments;            // of K, with sums of their own; 1 where W > 1
+    int levels;  // of the tree in registers over 2^levels parts of each, whole steps all
     const char* rows_to_push;  // a, where blocks push; multiples of 16 bytes
     int push_blocks;           // of a whole number of clusters; 0: the copy engine does it
     Rails rails;
@@ -79,6 +80,7 @@ struct GemmVariant {
 // Launches on `blocks` blocks (0: one an SM), those that push included. Element, the type of results:
 // __nv_bfloat16 or __half. In, the type of operands: the same, or __nv_fp8_e4m3 with scales, with b K-major
 // and all ranks on one node.
+// The levels of 16-bit operands: 0; or 1 for Tiling::wide, 2 for medium and narrow.
 template <class Element, class In>
 cudaError_t launch_all_gather_gemm(const AllGatherGemmArgs& args, GemmVariant variant, int blocks,
                                    cudaStream_t stream);

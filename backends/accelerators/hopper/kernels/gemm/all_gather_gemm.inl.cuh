@@ -198,7 +198,7 @@ __device__ __forceinline__ void watch_chunks(const AllGatherGemmArgs& args,
                   [&](std::uint32_t flag) { return flag / chunks; });
 }
 
-template <class C, class Element, bool kNMajorB, class In>
+template <class C, class Element, bool kNMajorB, class In, int kLevels = 0>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     all_gather_gemm(const __grid_constant__ AllGatherGemmArgs args) {
     Shared<C>& shared = shared_memory<C>();
@@ -277,6 +277,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                                                        : gathered_scales(args, rank, tile.shard)) +
                                    args.scales.of_rows(tile.row);
                         });
+                } else if constexpr (kLevels > 0) {
+                    multiplier.template multiply_segments<kLevels>(steps >> kLevels);
                 } else {
                     multiplier.multiply(steps);
                 }
@@ -301,11 +303,17 @@ template <class Element, class In>
 cudaError_t launch_all_gather_gemm(const AllGatherGemmArgs& args, GemmVariant variant, int blocks,
                                    cudaStream_t stream) {
     const int tiles = args.raster.tiles() * args.workspace.world * args.segments;
-    const auto start = [&]<class C>() {
+    const auto start = [&]<class C, int kLevels = 0>() {
         auto kernel = &all_gather_gemm<C, Element, false, In>;
         if constexpr (std::is_same_v<Element, In>) {
-            if (variant.n_major_b) kernel = &all_gather_gemm<C, Element, true, In>;
-        } else if (variant.n_major_b) {
+            const bool tree = args.levels > 0;
+            if (tree && args.levels != kLevels) return cudaErrorInvalidValue;
+            if (tree) kernel = &all_gather_gemm<C, Element, false, In, kLevels>;
+            if (variant.n_major_b) {
+                kernel = tree ? &all_gather_gemm<C, Element, true, In, kLevels>
+                              : &all_gather_gemm<C, Element, true, In>;
+            }
+        } else if (variant.n_major_b || args.levels > 0) {
             return cudaErrorInvalidValue;
         }
         return launch_blocks<C>(kernel, args, tiles, blocks, stream, args.push_blocks);
@@ -313,11 +321,11 @@ cudaError_t launch_all_gather_gemm(const AllGatherGemmArgs& args, GemmVariant va
     switch (variant.tiling) {
         case Tiling::wide:
         case Tiling::deep:
-            return start.template operator()<Wide>();
+            return start.template operator()<Wide, 1>();
         case Tiling::medium:
-            return start.template operator()<Medium>();
+            return start.template operator()<Medium, 2>();
         case Tiling::narrow:
-            return start.template operator()<Narrow>();
+            return start.template operator()<Narrow, 2>();
         case Tiling::promoted:
             if constexpr (!std::is_same_v<Element, In>)
                 return start.template operator()<Promoted>();
