@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 BUILT = {"hopper": "mkernel_hopper_kernels", "cuda": "mkernel_base_kernels"}
 """The targets that compile kernels, by the room that these are in."""
 SPILLED_BYTES = {
-    "gemm/all_gather_gemm_bf16": 0,
+    "gemm/all_gather_gemm_bf16": 136,
     "gemm/gemm_reduce_bf16": 8,
     "moe/grouped_bf16": 8,
     "moe/grouped_e4m3_bf16": 96,
@@ -32,7 +32,8 @@ SPILLED_BYTES = {
 }
 """At most. Kernels for few rows may spill in e4m3 alone; sums of e4m3 products spill once a tile,
 where they are scaled, those of experts where results are written; of ring attention the thread that
-loads does, not those that multiply."""
+loads does, not those that multiply. Products that add segments of K in registers spill once a
+segment, between the loops over K; those that add none do not."""
 SPILLS = """
 __global__ void __launch_bounds__(1024, 2) spills(float *values) {
     float mine[64];
