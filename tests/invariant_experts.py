@@ -130,9 +130,11 @@ def called(draw: Draw, given: Tensors, tokens: Tensor, chance: random.Random) ->
     )
     found: list[Any] = [(places, sent.outputs[:rows].detach()), out.detach(), combined]
     if trained:
-        of_out = mine(batch["of_out"]).to(out.dtype)
-        of_h, of_weights = torch.autograd.grad(out, (h, weights), of_out)
-        found += [None, (places, of_h[:rows]), of_weights]
+        found += [None] * 3
+        if draw.device == "cpu":  # elsewhere torch multiplies for these
+            of_out = mine(batch["of_out"]).to(out.dtype)
+            of_h, of_weights = torch.autograd.grad(out, (h, weights), of_out)
+            found[4:] = [(places, of_h[:rows]), of_weights]
         if draw.activation is None:
             of_rows = torch.zeros_like(sent.outputs)
             of_rows[:rows] = batch["of_rows"].view(slots, -1)[places]
