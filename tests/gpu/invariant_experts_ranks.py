@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from calls import Decisions, deciding
+from capture_ranks import captures
 from invariant_experts import SEGMENTS, Draw, E, batches, called, mine, on_host, tensors
 from torch import Tensor
 
@@ -87,6 +88,31 @@ def one_batch(draw: Draw, tokens: Sequence[int], fault: str | None) -> Tensor:
         )  # fmt: skip
     mkernel.synchronize()
     return on_host(out)  # type: ignore[no-any-return]
+
+
+def replayed(draw: Draw) -> tuple[Tensor, ...]:
+    """All tokens' combined results here, by a call and by a replay of its graph, in either way home."""
+    given, found = tensors(draw), []
+    x, ids, w, weights, w2 = (mine(given[name]) for name in ("x", "ids", "w", "weights", "w2"))
+    for returns in ("slots", "ranks"):
+
+        def call(returns: Any = returns) -> Tensor:
+            sent = mkernel.moe_dispatch_gemm(
+                x, ids, w, activation=draw.activation, capacity=draw.tokens * draw.top_k,
+                invariant=draw.how,
+            )  # fmt: skip
+            return mkernel.moe_gemm_combine(
+                sent.outputs, w2, sent.handle, weights, returns=returns, invariant=draw.how
+            )
+
+        kept: list[Tensor] = []
+        found.append(on_host(call()))
+        graph = captures(lambda: kept.append(call()))  # noqa: B023
+        kept[0].fill_(torch.nan)
+        graph.replay()
+        found.append(on_host(kept[0]))
+    mkernel.synchronize()
+    return tuple(found)
 
 
 def rows_home(draw: Draw) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from device_buffers import needs_gpus, several, takes_ranks, worlds
 from invariant_experts import SEGMENTS, Draw, differences, each_of, expect_tree, joined, tensors
-from invariant_experts_ranks import FAULTS, KINDS, every_token, one_batch, rows_home
+from invariant_experts_ranks import FAULTS, KINDS, every_token, one_batch, replayed, rows_home
 from rounded_tree import rounded, tree
 from torch import Tensor
 
@@ -66,6 +66,14 @@ def test_and_between_nodes(
         found = joined(draw, every, number)
         right = {name: alone[draw.number][name] for name in found}
         assert not differences(found, right), draw
+
+
+@worlds
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_graph_has_the_same_bits_in_either_way_home(world: int, number: int, alone: Any) -> None:
+    every = kept_ranks.run(replayed, DRAWS[number], ranks_per_node=world, accelerator="hopper")
+    for each in map(torch.cat, zip(*every, strict=True)):
+        assert torch.equal(each.view(torch.uint8), alone[number]["out"].view(torch.uint8))
 
 
 def test_the_bits_are_those_of_the_tree(alone: list[dict[str, Tensor]]) -> None:
