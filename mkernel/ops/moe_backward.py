@@ -59,7 +59,9 @@ def _dispatch(
     given = plain(op, names, (grad_outputs, x, w, routing))
     grad_outputs, x, w, routing = given
     if moe_composed.composes(world, op, counts, grad_outputs, x, w):
-        return moe_composed.dispatch(world, grad_outputs, x, w, (counts, routing), top_k, chunk)
+        return moe_composed.dispatch(
+            world, grad_outputs, x, w, (counts, routing), top_k, chunk, invariant
+        )
     plan = plan_for(
         world,
         op,

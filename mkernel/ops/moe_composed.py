@@ -55,11 +55,15 @@ def dispatch(
     handle: tuple[Tensor, Tensor],
     top_k: int,
     chunk: int | None,
+    invariant: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and w. ``chunk``: of the dispatch."""
+    """Return the gradients of x, which are such results if the dispatch was ``invariant``, and of w.
+    ``chunk``: of the dispatch."""
     rows = _sent(world, x, handle, top_k, len(of_outputs), chunk)
     ones = torch.ones((len(x), top_k), device=x.device)
-    of_x = ops.moe_gemm_combine(of_outputs, w.transpose(1, 2), *handle, ones, group=world.name)
+    of_x = ops.moe_gemm_combine(
+        of_outputs, w.transpose(1, 2), *handle, ones, invariant=invariant, group=world.name
+    )
     return of_x, _of_weights(rows, of_outputs, w, _ends(handle[0], len(rows)))
 
 

@@ -427,14 +427,14 @@ def _of_tokens(
     row, across = (width * DTYPE_BYTES[one] for one in (travels, way.node_sums or travels))
     by_rank = way.returns == "ranks"
     home = Flow(False, tokens.to_rank if by_rank else tokens.slots, tokens.to_node, row, across)
-    if way.whole_tokens:  # by rank, those of a combine alone in float32
+    if way.whole_tokens:  # by rank, those of a combine alone as partial results
 
         def far(owner: int, other: int) -> float:
             across = owner // ranks_per_node != other // ranks_per_node
             return shape.tokens if across else tokens.to_rank(owner, other)
 
         if isinstance(shape, CombineShape):
-            row = width * of_sums
+            row = width * DTYPE_BYTES[way.partials or sums]
         whole, relays = _everyone(shape.tokens), way.exchange == "hierarchical"
         home = Flow(False, tokens.to_rank if relays else far, whole, row)
         weights = weights._replace(pair=whole if relays else far, node=whole)

@@ -266,6 +266,30 @@ def test_a_single_row_has_any_stride() -> None:
     assert on_ranks(of_one_row, ranks=RANKS, accelerator=ALONE) == [[True] * 3] * RANKS
 
 
+def of_invariant_rows() -> tuple[Tensor, Tensor, Tensor]:
+    """Return gradients of tokens, and what a GEMM+combine makes of those of rows with the promise, and
+    without it."""
+    world = mkernel.world()
+    x, w = drawn("x", world.rank, TOKENS, HIDDEN), drawn("w", world.rank, 4, HIDDEN, FEATURES)
+    ids = drawn_ids("uniform", world.rank, experts=8, tokens=TOKENS, top_k=6)
+    sent = mkernel.moe_dispatch_gemm(x.requires_grad_(), ids, w, invariant=True)
+    rows = sent.outputs.detach()
+    (found,) = torch.autograd.grad(sent.outputs, x, rows)
+    home = [
+        mkernel.moe_gemm_combine(
+            rows, w.transpose(1, 2), sent.handle, torch.ones(ids.shape), invariant=invariant
+        )
+        for invariant in (True, False)
+    ]
+    return found, home[0], home[1]
+
+
+def test_gradients_of_tokens_keep_the_promise_of_their_dispatch() -> None:
+    for found, invariant, other in on_ranks(of_invariant_rows, ranks=2, accelerator=ALONE):
+        assert torch.equal(found, invariant)
+        assert not torch.equal(found, other)
+
+
 # ---- whole layers --------------------------------------------------------------------------------
 
 

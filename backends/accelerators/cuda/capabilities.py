@@ -14,10 +14,10 @@ OPS = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
 SUMS = ("all_reduce",)
 PREFETCHES = ("gemm_all_reduce", "all_reduce")
 ATTENTION = ("ring_attention", "ring_attention_backward")
-INVARIANT = SUMS
-"""Ops whose sums keep the promise of invariant results; library products do not."""
 DISPATCHES = ("moe_dispatch", "moe_dispatch_gemm")
 MOE = (*DISPATCHES, "moe_combine", "moe_gemm_combine")
+INVARIANT = (*SUMS, "moe_dispatch", "moe_combine")
+"""Ops that keep the promise of invariant results; library products do not."""
 MOST_RANKS = 16
 """The most ranks of a world; as in device/network.cuh."""
 _TORCH = (2, 8)

@@ -8,9 +8,9 @@ from mkernel.backends.accelerators.cuda import native_kernels
 from mkernel.backends.accelerators.cuda.backend import CudaAccelerator
 from mkernel.backends.accelerators.cuda.capabilities import (
     HOPPER,
-    INVARIANT,
     MOE,
     OPS,
+    SUMS,
     fused_scale_modes,
     ops,
 )
@@ -63,7 +63,7 @@ class HopperAccelerator(CudaAccelerator):
             "ops": ops(),
             "architectures": ("sm_90",),
             "only_library_ops": (),
-            "invariant_ops": (*OPS, *INVARIANT, "ring_attention"),
+            "invariant_ops": (*OPS, *SUMS, *MOE, "ring_attention"),
             "fused_scale_modes": fused_scale_modes(),
             "fused_float32_scale_modes": fused_scale_modes(),
             "scaled_experts": True,

@@ -68,6 +68,9 @@ inline int atomicAdd(int* at, int by) {
 inline int __popc(unsigned bits) {
     return std::popcount(bits);
 }
+inline int __clz(int bits) {
+    return std::countl_zero(static_cast<unsigned>(bits));
+}
 inline int __ffs(int bits) {
     return bits == 0 ? 0 : std::countr_zero(static_cast<unsigned>(bits)) + 1;
 }

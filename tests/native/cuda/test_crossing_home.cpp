@@ -1,8 +1,10 @@
-// Results of experts that come home between nodes as sums by rank, by the code of the kernels: results are those of the
-// same additions, to the bit, and bytes those of whole sums and weights.
+// Results of experts that come home between nodes as sums by rank, or in one node by slot, by the code of the kernels:
+// results are those of the same additions, to the bit, and bytes those of whole sums and weights. Invariant results are
+// those of the tree in every world.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cmath>
 #include <string_view>
 #include <type_traits>
 
@@ -27,6 +29,7 @@ constexpr unsigned kThreads = 64;
 struct Shape {
     int nodes, local, tokens, top_k, experts, pieces;
     bool hierarchical, staged;
+    int groups = 0;  // of experts, of invariant results
     [[nodiscard]] int world() const { return nodes * local; }
     [[nodiscard]] int places() const { return tokens * top_k; }
     [[nodiscard]] int piece_tokens() const { return (tokens + pieces - 1) / pieces; }
@@ -50,7 +53,9 @@ To of_float(float x) {
 //   alone     a relay finds no results on its neighbours
 //   stranger  weights that are passed on are those of the rank behind
 //   moved     sums of neighbours lie one token further than they are read
-template <class In>
+//   slots     a rank adds the slots of its own tokens from the last one on
+//   groups    its experts form twice as many groups
+template <class In, bool kTree = false>
 class World {
     using Out = std::conditional_t<sizeof(In) == 4, float, __nv_bfloat16>;
 
@@ -79,15 +84,18 @@ class World {
             for (In& each : own.y) each = of_float<In>(values(random));
             own.weights.resize(shape_.places());
             for (float& each : own.weights) each = values(random);
+            if (kTree) cancel(own);
             own.out.assign(shape_.tokens * kWidth, of_float<Out>(7.0f));
             std::memset(ranks_[rank].data(), 0x5A, outbox_offset() + shape_.world() * slot());
             if (shape_.staged) std::memset(ranks_[rank].area(), 0x5A, outbox_offset());
         }
-        ranks_.run([this](int rank) { bring(rank); }, [](int) {});
+        ranks_.run([this](int rank) { shape_.nodes > 1 ? bring(rank) : bring_slots(rank); },
+                   [](int) {});
         int wrong = 0;
         for (int rank = 0; rank < shape_.world(); ++rank) {
             for (int at = 0; at < shape_.tokens * kWidth; ++at) {
-                const Out expected = sum_for(rank, at / kWidth, at % kWidth);
+                const Out expected = kTree ? tree_for(rank, at / kWidth, at % kWidth)
+                                           : sum_for(rank, at / kWidth, at % kWidth);
                 wrong += std::memcmp(&own_[rank].out[at], &expected, sizeof expected) != 0;
             }
             judge_bytes(rank);
@@ -121,6 +129,22 @@ class World {
                 shape_.piece_tokens() * kWidth * sizeof(In), shape_.hierarchical};
     }
 
+    // Makes terms of the first two slots large, and their sum zero: in another order they take the others' bits.
+    void cancel(Own& own) const {
+        for (int place = 0; place < shape_.places(); place += shape_.top_k) {
+            own.weights[place] *= 1 << 24;
+            own.weights[place + 1] = -own.weights[place];
+        }
+        for (int row = 0; row < own.rows; ++row) {
+            const int place = own.tables.row_place()[row];
+            std::minstd_rand drawn(1 + place - (place % shape_.top_k == 1 ? 1 : 0));
+            for (int column = 0; column < kWidth; ++column) {
+                own.y[row * kWidth + column] =
+                    of_float<In>(static_cast<float>(drawn() % 255) / 128);
+            }
+        }
+    }
+
     // Makes the tables of a routing: a row of this rank for each place that it has the expert of, in their order.
     void fill(int rank, const std::vector<std::int32_t>& ids) {
         Own& own = own_[rank];
@@ -131,8 +155,10 @@ class World {
         for (int place = 0; place < static_cast<int>(ids.size()); ++place) {
             own.tables.ids()[place] = ids[place];
             const bool here = ids[place] >= 0 && ids[place] / shape_.experts == rank;
-            own.tables.place_row()[place] = here ? own.rows++ : -1;
+            own.tables.place_row()[place] = here ? own.rows : -1;
+            if (here) own.tables.row_place()[own.rows++] = place;
         }
+        own.tables.rows() = own.rows;
     }
 
     [[nodiscard]] moe::HomeArgs args_of(int rank) {
@@ -151,6 +177,7 @@ class World {
             .first = 0,
             .end = shape_.tokens,
             .pieces = shape_.pieces,
+            .groups = shape_.groups,
             .half = sizeof(In) == 2,
             .wide = sizeof(In) == 4,
             .waits = true,
@@ -179,7 +206,7 @@ class World {
         for (int piece = 0; piece < shape_.pieces + skew; ++piece) {
             args.first = piece * shape_.piece_tokens();
             args.end = std::min(args.first + shape_.piece_tokens(), shape_.tokens);
-            if (piece < shape_.pieces) on_device(2, [&] { moe::sum_rows_of_call<In>(args); });
+            if (piece < shape_.pieces) sum_rows(args);
             const bool last = piece == shape_.pieces;
             if (skew != 0 && piece > 0 && !(last && fault_ == "unadded")) relay(behind);
             if (piece >= skew) {
@@ -191,11 +218,32 @@ class World {
         on_device(1, [&] { land_slots(here, args.limits, sums()); });
         on_device(2, [&] {
             if (shape_.hierarchical) {
-                moe::sum_ranks_of_call<Out, In, true>(args);
+                moe::sum_ranks_of_call<Out, In, kTree, true>(args);
             } else {
-                moe::sum_ranks_of_call<Out, In, false>(args);
+                moe::sum_ranks_of_call<Out, In, kTree, false>(args);
             }
         });
+    }
+    // The same where results come home by slot.
+    void bring_slots(int rank) {
+        const moe::HomeArgs args = args_of(rank);
+        on_device(2, [&] { moe::send_rows_of_call<In>(args); });
+        on_device(2, [&] { moe::sum_slots_of_call<Out, In, kTree>(args); });
+    }
+    void sum_rows(moe::HomeArgs args) {
+        std::vector<std::int32_t> words = own_[args.workspace.rank].words;
+        std::vector<float> weights = own_[args.workspace.rank].weights;
+        args.tables.words = words.data();
+        args.weights = weights.data();
+        if (fault_ == "groups") args.groups *= 2;
+        for (int at = 0; fault_ == "slots" && at < shape_.places(); at += shape_.top_k) {
+            const int place = args.workspace.rank * shape_.places() + at;
+            std::reverse(weights.begin() + at, weights.begin() + at + shape_.top_k);
+            for (std::int32_t* const of : {args.tables.ids(), args.tables.place_row()}) {
+                std::reverse(of + place, of + place + shape_.top_k);
+            }
+        }
+        on_device(2, [&] { moe::sum_rows_of_call<In, kTree>(args); });
     }
     void relay(moe::HomeArgs args) {
         std::vector<std::int32_t> words = own_[args.workspace.rank].words;
@@ -207,7 +255,7 @@ class World {
             }
         }
         if (fault_ == "moved") args.rows_offset += kWidth * sizeof(In);
-        on_device(2, [&] { moe::relay_sums_of_call<In>(args); });
+        on_device(2, [&] { moe::relay_sums_of_call<In, kTree>(args); });
     }
     static void put(const moe::HomeArgs& args, std::uint64_t from, std::uint64_t step,
                     const cuda::FarSlots& slots, std::uint32_t piece) {
@@ -241,9 +289,31 @@ class World {
             const int place = token * shape_.top_k + slot;
             const int row = own_[rank].tables.place_row()[source * shape_.places() + place];
             if (row < 0) continue;
-            sum += own_[source].weights[place] * widen(own_[rank].y[row * kWidth + column]);
+            sum = std::fmaf(own_[source].weights[place], widen(own_[rank].y[row * kWidth + column]),
+                            sum);
         }
         return sum;
+    }
+    // What invariant results are: of the leaves, one for each group of experts, the tree.
+    [[nodiscard]] Out tree_for(int source, int token, int column) const {
+        std::vector<float> nodes(shape_.groups);
+        for (int slot = 0; slot < shape_.top_k; ++slot) {
+            const int place = token * shape_.top_k + slot;
+            const int all = source * shape_.places() + place;
+            const int expert = own_[0].tables.ids()[all];
+            if (expert < 0) continue;
+            const Own& owner = own_[expert / shape_.experts];
+            float& leaf = nodes[expert * shape_.groups / (shape_.world() * shape_.experts)];
+            leaf = std::fmaf(own_[source].weights[place],
+                             widen(owner.y[owner.tables.place_row()[all] * kWidth + column]), leaf);
+        }
+        for (float& each : nodes) each = rounded(each);
+        for (; nodes.size() > 1; nodes.resize(nodes.size() / 2)) {
+            for (std::size_t at = 0; at < nodes.size() / 2; ++at) {
+                nodes[at] = rounded(nodes[2 * at] + nodes[2 * at + 1]);
+            }
+        }
+        return of_float<Out>(nodes[0]);
     }
     static float rounded(float x) { return widen(of_float<In>(x)); }
 
@@ -261,9 +331,9 @@ class World {
     std::vector<Own> own_;
 };
 
-template <class In>
+template <class In, bool kTree = false>
 int wrong(const Shape& shape, std::string_view fault = "") {
-    World<In> world(shape, fault);
+    World<In, kTree> world(shape, fault);
     int found = 0;
     for (unsigned call = 0; call < 2; ++call) found += world.call(call);
     return found;
@@ -283,6 +353,28 @@ TEST(sums_of_a_node_cross_once) {
 TEST(faults_of_relays_are_seen) {
     for (const std::string_view fault : {"unadded", "alone", "stranger", "moved"}) {
         CHECK(wrong<__half>({2, 2, 12, 3, 2, 3, true, fault.size() % 2 == 0}, fault) > 0);
+    }
+}
+
+int wrong_in_tree(const Shape& shape, std::string_view fault = "") {
+    return wrong<__nv_bfloat16, true>(shape, fault);
+}
+
+TEST(invariant_results_are_those_of_the_tree) {
+    for (const int groups : {4, 8, 64}) {
+        CHECK(wrong_in_tree({1, 4, 21, 8, 3, 0, false, false, groups}) == 0);
+        CHECK(wrong_in_tree({2, 2, 21, 8, 3, 3, false, true, groups}) == 0);
+        CHECK(wrong_in_tree({2, 2, 21, 8, 3, 3, true, true, groups}) == 0);
+    }
+    CHECK(wrong_in_tree({1, 2, 19, 4, 24, 0, false, false, 8}) == 0);
+    CHECK(wrong_in_tree({4, 2, 9, 8, 3, 2, true, false, 16}) == 0);
+}
+
+TEST(other_orders_of_invariant_results_are_seen) {
+    for (const bool relays : {false, true}) {
+        for (const std::string_view fault : {"slots", "groups"}) {
+            CHECK(wrong_in_tree({2, 2, 21, 8, 3, 3, relays, true, 4}, fault) > 0);
+        }
     }
 }
 

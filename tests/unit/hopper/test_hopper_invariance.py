@@ -16,7 +16,12 @@ from library_fabric import STREAM, Fabric, Told, bytes_at, workspace_of
 from mkernel import Invariant
 from mkernel.backends.accelerators.cuda import device_world
 from mkernel.backends.accelerators.cuda.backend import CudaAccelerator
+from mkernel.backends.accelerators.cuda.capabilities import MOE
 from mkernel.backends.accelerators.cuda.device_world import DispatchContext
+from mkernel.backends.accelerators.cuda.moe.grouped import (
+    LibraryCombineExecutor,
+    LibraryDispatchExecutor,
+)
 from mkernel.backends.accelerators.cuda.schedule import SumSchedule
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.dispatch import executor_of
@@ -33,6 +38,7 @@ from mkernel.backends.contracts.tree import tree_sum
 from mkernel.errors import Unsupported
 from mkernel.plan.arguments import Around
 from mkernel.plan.model import E4M3, LaunchPlan, Scales
+from mkernel.plan.shapes import size_names
 
 HOPPER, CUDA = HopperAccelerator(), CudaAccelerator()
 GEMM = {"n": 1024, "k": 4096}
@@ -87,6 +93,19 @@ def test_more_than_two_terms_never_go_by_two_exchanges_of_mail(backend: Any) -> 
     }
     assert (2, "mail_twice") in ways
     assert not {(4, "mail_twice"), (8, "mail_twice")} & ways
+
+
+def test_experts_are_multiplied_by_own_kernels_alone() -> None:
+    sizes = {"tokens": 64, "hidden": 256, "features": 256, "experts": 8, "top_k": 2}
+    for op in MOE:
+        given = {name: sizes[name] for name in size_names(op)}
+        plan = gpu_plan(
+            HOPPER, op, 2, given, dtype="bfloat16", around=Around(invariant=Invariant())
+        )
+        assert executor_of(plan) not in (LibraryDispatchExecutor, LibraryCombineExecutor)
+        if "gemm" in op:
+            with pytest.raises(Unsupported, match=f"'cuda' does not promise .* '{op}'"):
+                gpu_plan(CUDA, op, 2, given, dtype="bfloat16", around=Around(invariant=Invariant()))
 
 
 def test_what_is_not_promised_is_refused_by_name() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from plan_walk import Launch, WalkedWorld, decorations
 
+from mkernel import Invariant
 from mkernel.backends.accelerators.cuda import capabilities
 from mkernel.backends.accelerators.cuda.capabilities import MOE
 from mkernel.backends.accelerators.cuda.device_world import DispatchContext
@@ -28,7 +29,7 @@ from mkernel.backends.contracts.instrumented import View
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import CapacityExceeded, ShapeError, Unsupported
 from mkernel.ops import moe_composed
-from mkernel.plan.arguments import Around
+from mkernel.plan.arguments import NOTHING, Around
 from mkernel.plan.model import E4M3, GemmCombineShape, LaunchPlan, MoeShape, Scales
 from mkernel.plan.pipeline import Returns
 from mkernel.plan.planner import explain
@@ -140,8 +141,8 @@ def world_of(size: int) -> WalkedWorld:
     return WalkedWorld(backend, devices.world(devices.node(gpus)), size)
 
 
-def planned(op: str, **changes: Any) -> LaunchPlan:
-    return world_of_two().plan(op, sizes_of(op, changes), dtype="bfloat16")
+def planned(op: str, around: Around = NOTHING, **changes: Any) -> LaunchPlan:
+    return world_of_two().plan(op, sizes_of(op, changes), dtype="bfloat16", around=around)
 
 
 def sizes_of(op: str, changes: dict[str, Any]) -> dict[str, Any]:
@@ -480,6 +481,20 @@ def test_results_come_home_by_slot_or_by_rank(started: Started) -> None:
     assert [each[2] for each in started.told if each[0] == "moe_home"] == [
         "HomeStep.send_rows", "HomeStep.sum_slots",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ["moe_combine", "moe_gemm_combine"])
+def test_invariant_results_are_added_by_groups_of_experts(started: Started, op: str) -> None:
+    for how, groups in ((None, 0), (Invariant(), 8), (Invariant(2, "bfloat16"), 2)):
+        for returns in ("slots", "ranks") if op == "moe_gemm_combine" else ("slots",):
+            wish = {"returns": returns} if op == "moe_gemm_combine" else {}
+            run(called(planned(op, Around(invariant=how), **wish)))
+            home = started.given["Home"]
+            assert (home["groups"], home["by_rank"]) == (groups, returns == "ranks")
+            assert not (groups and home["wide"])
+    plan = planned(op, Around(invariant=Invariant(8, "float32")))
+    with pytest.raises(Unsupported, match="partial_dtype is float32"):
+        HopperAccelerator().workspace(plan)
 
 
 def test_many_tokens_are_permuted_before_they_are_multiplied(started: Started) -> None:

@@ -15,6 +15,7 @@ import torch
 from plan_walk import WalkedWorld, decorations
 from test_hopper_moe import BESIDE, MAIN, SIZES, Started, called, run
 
+from mkernel import Invariant
 from mkernel.backends.accelerators.cuda import native_kernels as native
 from mkernel.backends.accelerators.cuda.backend import CudaAccelerator
 from mkernel.backends.accelerators.cuda.capabilities import DISPATCHES, MOE
@@ -22,6 +23,7 @@ from mkernel.backends.accelerators.cuda.device_world import DispatchContext
 from mkernel.backends.accelerators.cuda.machine import machine
 from mkernel.backends.accelerators.cuda.moe import executors as moe
 from mkernel.backends.accelerators.cuda.moe import nodes as moe_nodes
+from mkernel.backends.accelerators.cuda.moe.nodes import sums_bytes
 from mkernel.backends.accelerators.hopper.backend import HopperAccelerator
 from mkernel.backends.accelerators.hopper.moe import executors as moe_upon
 from mkernel.backends.accelerators.hopper.moe import tuning as moe_tuning
@@ -29,6 +31,7 @@ from mkernel.backends.accelerators.hopper.schedule import DispatchSchedule, Gemm
 from mkernel.backends.contracts.accelerator import Call
 from mkernel.backends.contracts.memory import PeerMemory
 from mkernel.errors import Unsupported
+from mkernel.plan.arguments import Around
 from mkernel.plan.missing import of_op
 from mkernel.plan.model import GemmCombineShape, LaunchPlan
 from mkernel.plan.shapes import size_names
@@ -173,6 +176,23 @@ def test_a_combine_alone_adds_by_rank_in_float32(started: Started) -> None:
     started.told.clear()
     run(called(planned("moe_combine"), "compute_only"))
     assert started.names == [("moe_home", MAIN)] * 2
+
+
+def test_roots_of_invariant_sums_travel_in_their_own_dtype(started: Started) -> None:
+    usual, invariant = (
+        two_nodes().plan(
+            "moe_combine", one_node.sizes_of("moe_combine", {}), dtype="bfloat16",
+            around=Around(invariant=how),
+        )
+        for how in (None, Invariant())
+    )  # fmt: skip
+    assert sums_bytes(usual) == 2 * sums_bytes(invariant)
+    assert traffic_of(usual).from_rank(0)[1] > traffic_of(invariant).from_rank(0)[1]
+    areas = [HopperAccelerator().workspace(plan).areas[0] for plan in (usual, invariant)]
+    assert areas[0] > areas[1]
+    run(called(invariant))
+    home = started.given["Home"]
+    assert (home["groups"], home["wide"], home["by_rank"]) == (8, False, True)
 
 
 def test_results_by_slot_are_refused(started: Started) -> None:

@@ -31,6 +31,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from mkernel.backends.accelerators.cuda.collectives.norm import check_tree
 from mkernel.backends.accelerators.cuda.device_world import (
     DispatchContext,
     call_id,
@@ -44,7 +45,7 @@ from mkernel.backends.accelerators.cuda.moe.nodes import (
     returning_of,
     sums_bytes,
 )
-from mkernel.backends.accelerators.cuda.moe.tuning import check_size, row_bytes
+from mkernel.backends.accelerators.cuda.moe.tuning import check_size, row_bytes, sums_dtype
 from mkernel.backends.accelerators.cuda.native_kernels import native
 from mkernel.backends.accelerators.cuda.operands import deliver, writable
 from mkernel.backends.accelerators.cuda.schedule import CombineSchedule, RowsSchedule
@@ -191,6 +192,7 @@ class MoeExecutor:
             first=tokens[0],
             end=tokens[1],
             pieces=how.pieces,
+            groups=0 if self._plan.invariant is None else self._plan.invariant.segments,
             half=self._plan.out_dtype == "float16",
             wide=wide,
             by_rank=by_rank,
@@ -448,7 +450,7 @@ class CombineBase(MoeExecutor):
 
 class CombineExecutor(CombineBase):
     """The executor of one plan's MoE combine calls in a world, into ``out``. Between nodes results
-    return as sums by rank, in float32."""
+    return as sums by rank, in :func:`sums_dtype`."""
 
     @staticmethod
     def workspace(plan: LaunchPlan) -> Workspace:
@@ -457,7 +459,7 @@ class CombineExecutor(CombineBase):
         shape = plan.shape
         assert isinstance(shape, CombineShape)
         by_rank = plan.nodes > 1
-        row_bytes = shape.features * DTYPE_BYTES["float32" if by_rank else plan.dtype]
+        row_bytes = shape.features * DTYPE_BYTES[sums_dtype(plan) if by_rank else plan.dtype]
         return returns_workspace(plan, row_bytes, by_rank=by_rank)
 
     def start(self, call: Call, stream: int) -> None:
@@ -465,15 +467,20 @@ class CombineExecutor(CombineBase):
         blocks = self._plan.part(CombineSchedule).sum_blocks
         y = aligned(call.tensors["y"])
         if self._plan.nodes > 1:
-            row_bytes = y.shape[1] * DTYPE_BYTES["float32"]
-            self._by_rank(call, stream, row_bytes, y.float, blocks, wide=True)
+            sums = sums_dtype(self._plan)
+            self._by_rank(
+                call, stream, y.shape[1] * DTYPE_BYTES[sums], lambda: y.to(dtype_of(sums)), blocks,
+                wide=sums == "float32",
+            )  # fmt: skip
         else:
             self._by_slot(call, stream, y, blocks)
 
 
 def returns_workspace(plan: LaunchPlan, row_bytes: int, *, by_rank: bool) -> Workspace:
     """Return the symmetric memory in which tokens of each rank get results, in rows of so many bytes;
-    between nodes with an outbox."""
+    between nodes with an outbox. Unsupported: a ``partial_dtype`` of invariant results that is not
+    theirs."""
+    check_tree(plan)
     returning_of(plan)
     nbytes = sizes_of_plan(plan).home_bytes(row_bytes, by_rank)
     return workspace_of(plan, nbytes, sums_bytes(plan))

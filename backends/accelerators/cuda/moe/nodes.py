@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mkernel.backends.accelerators.cuda.moe.tuning import row_bytes
+from mkernel.backends.accelerators.cuda.moe.tuning import row_bytes, sums_dtype
 from mkernel.backends.accelerators.cuda.native_kernels import native
 from mkernel.backends.accelerators.cuda.schedule import ReturnSchedule, TokenSchedule
 from mkernel.errors import ArgumentError
@@ -20,7 +20,6 @@ from mkernel.plan.model import (
     DTYPE_BYTES,
     CombineShape,
     DispatchShape,
-    DtypeName,
     GemmCombineShape,
     LaunchPlan,
     MoeShape,
@@ -74,11 +73,6 @@ def returning_of(plan: LaunchPlan) -> ReturnSchedule:
         raise ArgumentError("plan.schedule.node_sums", how.node_sums, f"{sums} here")
     _check_kept(how, sums_bytes(plan))
     return how
-
-
-def sums_dtype(plan: LaunchPlan) -> DtypeName:
-    """Return the dtype in which sums by rank travel, and those of a node."""
-    return plan.shape.partial_dtype if isinstance(plan.shape, GemmCombineShape) else "float32"
 
 
 def sums_bytes(plan: LaunchPlan) -> int:

@@ -129,9 +129,16 @@ def returning(plan: CommonPart, pipeline: Pipeline, chunk: int | None) -> dict[s
     found: dict[str, Any] = {"pieces": -(-shape.tokens // piece_rows(plan, chunk))}
     if pipeline.exchange == "direct":
         return found
-    sums: DtypeName = "float32" if isinstance(shape, CombineShape) else shape.partial_dtype
+    sums = sums_dtype(plan)
     kept = relay_bytes(plan.op, shape, plan.dtype, plan.nodes, sums)
     return {**found, "exchange": "hierarchical", "relay_bytes": kept, "node_sums": sums}
+
+
+def sums_dtype(plan: CommonPart) -> DtypeName:
+    """Return the dtype in which sums by rank travel, and those of a node."""
+    if isinstance(plan.shape, GemmCombineShape):
+        return plan.shape.partial_dtype
+    return "float32" if plan.invariant is None else plan.out_dtype
 
 
 def crossing_of(plan: CommonPart, pipeline: Pipeline) -> dict[str, Any]:

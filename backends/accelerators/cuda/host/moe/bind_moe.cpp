@@ -86,13 +86,14 @@ void bind_moe(py::module_& module) {
              "half"_a);
     py::class_<Home>(module, "Home")
         .def(py::init([](const Sizes& sizes, Address routing, Address y, Address weights,
-                         Address out, Word width, Word first, Word end, Word pieces, bool half,
-                         bool wide, bool by_rank, bool waits, bool hierarchical, Word blocks) {
-                 return Home{sizes,  routing, y,    weights, out,   width,        first, end,
-                             pieces, half,    wide, by_rank, waits, hierarchical, blocks};
+                         Address out, Word width, Word first, Word end, Word pieces, Word groups,
+                         bool half, bool wide, bool by_rank, bool waits, bool hierarchical,
+                         Word blocks) {
+                 return Home{sizes,  routing, y,    weights, out,     width, first,        end,
+                             pieces, groups,  half, wide,    by_rank, waits, hierarchical, blocks};
              }),
              py::kw_only(), "sizes"_a, "routing"_a, "y"_a, "weights"_a, "out"_a, "width"_a,
-             "first"_a, "end"_a, "pieces"_a, "half"_a, "wide"_a, "by_rank"_a, "waits"_a,
+             "first"_a, "end"_a, "pieces"_a, "groups"_a, "half"_a, "wide"_a, "by_rank"_a, "waits"_a,
              "hierarchical"_a, "blocks"_a);
     py::enum_<Step>(module, "HomeStep")
         .value("send_rows", Step::send_rows)

@@ -239,6 +239,7 @@ void bring_home(const DeviceWorld& world, const Home& home, Step step, std::uint
         .first = home.first,
         .end = home.end,
         .pieces = home.pieces,
+        .groups = home.groups,
         .half = home.half,
         .wide = home.wide,
         .waits = home.waits,

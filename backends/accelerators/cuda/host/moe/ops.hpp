@@ -135,7 +135,7 @@ void quantise_rows(const QuantisedRows& rows, std::uint64_t stream);
 struct Home {
     Sizes sizes;
     std::uint64_t routing, y, weights, out;
-    std::int32_t width, first, end, pieces;
+    std::int32_t width, first, end, pieces, groups;
     bool half, wide, by_rank, waits, hierarchical;
     std::int32_t blocks;
 };

@@ -1,5 +1,5 @@
 // Sums of several ranks' floats in a fixed order: float32, rounded once to 16 bits; or, of invariant results, in the one
-// tree (mkernel/plan/invariance.py), rounded to the terms' type at each of its nodes, and then to 16 bits.
+// tree, rounded to the terms' type at each of its nodes, and then to 16 bits.
 #pragma once
 
 #include <cstdint>
@@ -7,41 +7,9 @@
 
 #include "backends/accelerators/cuda/kernels/collectives/elements.cuh"
 #include "backends/accelerators/cuda/kernels/collectives/exchange.cuh"
-#include "backends/accelerators/cuda/kernels/eight.cuh"
+#include "backends/accelerators/cuda/kernels/collectives/tree.cuh"
 
 namespace mkernel::cuda::collectives {
-
-// One thread's tree over 8 elements of terms that come in the order of ranks, a power of two of them: a node is the
-// float32 sum of two neighbours, rounded to Node, of 16 bits.
-template <class Node>
-class Tree {
-  public:
-    __device__ void add(uint4 term) {
-        top_ = 0;
-#pragma unroll 1
-        for (; (count_ >> top_ & 1) != 0; ++top_) {
-            float sum[8] = {};
-            add_eight<Node>(sum, nodes_[top_]);
-            add_eight<Node>(sum, term);
-            term = round_eight<Node>(sum);
-        }
-        nodes_[top_] = term;
-        ++count_;
-    }
-    __device__ void add(const Eight<Node>& term) { add(term.v[0]); }
-    // Adds the root of what has been added.
-    __device__ void add_root_to(float (&sum)[8]) const { add_eight<Node>(sum, nodes_[top_]); }
-
-  private:
-    static constexpr int kLevels = 5;
-    static_assert(kMaxRanks < 1 << kLevels);
-
-    // Of each level, the left one that waits for the right one. They lie in local memory, which a few hits of the cache
-    // cost less than the registers that whatever is loaded ahead of a wait would lack.
-    uint4 nodes_[kLevels];
-    int top_ = 0;  // the level of the node that was made last
-    int count_ = 0;
-};
 
 // One thread's sums of 8 elements, from +0 on, so that a term that is -0 changes nothing.
 template <class Out>
@@ -69,10 +37,6 @@ class Sum8 {
   private:
     float sum_[8] = {};
 };
-
-template <bool kTree, class In, class Other>
-using TreeOr = typename std::conditional_t<kTree, std::type_identity<Tree<In>>,
-                                           std::type_identity<Other>>::type;
 
 // Returns what terms have added up to.
 template <class Out, class Terms>

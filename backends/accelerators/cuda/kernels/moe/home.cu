@@ -16,30 +16,44 @@ __global__ void __launch_bounds__(kThreads)
     send_rows_of_call<Element>(args);
 }
 
-template <class Out, class In>
+template <class Out, class In, bool kTree>
 __global__ void __launch_bounds__(kThreads)
     sum_slots_kernel(const __grid_constant__ HomeArgs args) {
-    sum_slots_of_call<Out, In>(args);
+    sum_slots_of_call<Out, In, kTree>(args);
 }
 
-template <class In>
+template <class In, bool kTree>
 __global__ void __launch_bounds__(kThreads) sum_rows_kernel(const __grid_constant__ HomeArgs args) {
-    sum_rows_of_call<In>(args);
+    sum_rows_of_call<In, kTree>(args);
 }
 
-template <class In>
+template <class In, bool kTree>
 __global__ void __launch_bounds__(kThreads)
     relay_sums_kernel(const __grid_constant__ HomeArgs args) {
-    relay_sums_of_call<In>(args);
+    relay_sums_of_call<In, kTree>(args);
 }
 
-template <class Out, class In, bool kRelayed>
+template <class Out, class In, bool kTree, bool kRelayed>
 __global__ void __launch_bounds__(kThreads)
     sum_ranks_kernel(const __grid_constant__ HomeArgs args) {
-    sum_ranks_of_call<Out, In, kRelayed>(args);
+    sum_ranks_of_call<Out, In, kTree, kRelayed>(args);
 }
 
-void start(const char* what, void (*kernel)(HomeArgs), const HomeArgs& args, std::uint32_t blocks,
+using Kernel = void (*)(HomeArgs);
+
+// Returns kernel.operator()<Out, In, kTree>() for the types of a call.
+template <class Of>
+Kernel kernel_for(const HomeArgs& args, Of&& kernel) {
+    const auto of_results = [&]<class Out>() -> Kernel {
+        if (args.wide) return kernel.template operator()<Out, float, false>();
+        return args.groups > 0 ? kernel.template operator()<Out, Out, true>()
+                               : kernel.template operator()<Out, Out, false>();
+    };
+    return args.half ? of_results.template operator()<__half>()
+                     : of_results.template operator()<__nv_bfloat16>();
+}
+
+void start(const char* what, Kernel kernel, const HomeArgs& args, std::uint32_t blocks,
            cudaStream_t stream) {
     cuda::launch_small(what, kernel, blocks, kThreads, 0, stream, args);
 }
@@ -47,19 +61,19 @@ void start(const char* what, void (*kernel)(HomeArgs), const HomeArgs& args, std
 }  // namespace
 
 void load_home() {
-    const auto load = []<class... Kernels>(Kernels... kernels) {
-        (cuda::load_kernel(kernels), ...);
+    const auto load = []<class Out, class In, bool kTree>() {
+        cuda::load_kernel(sum_rows_kernel<In, kTree>);
+        cuda::load_kernel(relay_sums_kernel<In, kTree>);
+        cuda::load_kernel(sum_ranks_kernel<Out, In, kTree, false>);
+        cuda::load_kernel(sum_ranks_kernel<Out, In, kTree, true>);
     };
-    load(sum_rows_kernel<float>, sum_rows_kernel<__half>, sum_rows_kernel<__nv_bfloat16>);
-    load(relay_sums_kernel<float>, relay_sums_kernel<__half>, relay_sums_kernel<__nv_bfloat16>);
-    const auto load_sums = [&]<bool kRelayed>() {
-        load(sum_ranks_kernel<__half, float, kRelayed>,
-             sum_ranks_kernel<__nv_bfloat16, float, kRelayed>,
-             sum_ranks_kernel<__half, __half, kRelayed>,
-             sum_ranks_kernel<__nv_bfloat16, __nv_bfloat16, kRelayed>);
+    const auto load_results = [&]<class Out>() {
+        load.template operator()<Out, float, false>();
+        load.template operator()<Out, Out, false>();
+        load.template operator()<Out, Out, true>();
     };
-    load_sums.template operator()<false>();
-    load_sums.template operator()<true>();
+    load_results.template operator()<__half>();
+    load_results.template operator()<__nv_bfloat16>();
 }
 
 void send_rows(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream) {
@@ -67,44 +81,32 @@ void send_rows(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream) 
 }
 
 void sum_slots(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream) {
-    void (*kernel)(HomeArgs) = nullptr;
-    if (args.wide) {
-        kernel =
-            args.half ? sum_slots_kernel<__half, float> : sum_slots_kernel<__nv_bfloat16, float>;
-    } else {
-        kernel = args.half ? sum_slots_kernel<__half, __half>
-                           : sum_slots_kernel<__nv_bfloat16, __nv_bfloat16>;
-    }
-    start("launching the sum over slots", kernel, args, blocks, stream);
+    const auto kernel = []<class Out, class In, bool kTree>() -> Kernel {
+        return sum_slots_kernel<Out, In, kTree>;
+    };
+    start("launching the sum over slots", kernel_for(args, kernel), args, blocks, stream);
 }
 
 void sum_rows(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream) {
-    void (*kernel)(HomeArgs) = sum_rows_kernel<float>;
-    if (!args.wide) kernel = args.half ? sum_rows_kernel<__half> : sum_rows_kernel<__nv_bfloat16>;
-    start("launching the sum of rows", kernel, args, blocks, stream);
+    const auto kernel = []<class Out, class In, bool kTree>() -> Kernel {
+        return sum_rows_kernel<In, kTree>;
+    };
+    start("launching the sum of rows", kernel_for(args, kernel), args, blocks, stream);
 }
 
 void relay_sums(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream) {
-    void (*kernel)(HomeArgs) = relay_sums_kernel<float>;
-    if (!args.wide) {
-        kernel = args.half ? relay_sums_kernel<__half> : relay_sums_kernel<__nv_bfloat16>;
-    }
-    start("launching the sum over a node", kernel, args, blocks, stream);
+    const auto kernel = []<class Out, class In, bool kTree>() -> Kernel {
+        return relay_sums_kernel<In, kTree>;
+    };
+    start("launching the sum over a node", kernel_for(args, kernel), args, blocks, stream);
 }
 
 void sum_ranks(const HomeArgs& args, std::uint32_t blocks, cudaStream_t stream) {
-    const auto kernel_of = [&]<bool kRelayed>() -> void (*)(HomeArgs) {
-        if (args.wide) {
-            return args.half ? sum_ranks_kernel<__half, float, kRelayed>
-                             : sum_ranks_kernel<__nv_bfloat16, float, kRelayed>;
-        }
-        return args.half ? sum_ranks_kernel<__half, __half, kRelayed>
-                         : sum_ranks_kernel<__nv_bfloat16, __nv_bfloat16, kRelayed>;
+    const auto kernel = [&]<class Out, class In, bool kTree>() -> Kernel {
+        return args.hierarchical ? sum_ranks_kernel<Out, In, kTree, true>
+                                 : sum_ranks_kernel<Out, In, kTree, false>;
     };
-    start("launching the sum over ranks",
-          args.hierarchical ? kernel_of.template operator()<true>()
-                            : kernel_of.template operator()<false>(),
-          args, blocks, stream);
+    start("launching the sum over ranks", kernel_for(args, kernel), args, blocks, stream);
 }
 
 }  // namespace mkernel::cuda::moe

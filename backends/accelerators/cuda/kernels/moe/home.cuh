@@ -124,7 +124,12 @@ __device__ void send_rows_of_call(const HomeArgs& args) {
     tell(args, epoch, args.workspace.world + args.workspace.rank);
 }
 
-template <class Out, class In>
+// Returns the groups of experts of invariant results.
+__device__ inline Groups groups_of(const HomeArgs& args) {
+    return {args.groups, args.tables.world * args.tables.experts};
+}
+
+template <class Out, class In, bool kTree>
 __device__ void sum_slots_of_call(const HomeArgs& args) {
     const std::uint64_t epoch = epoch_of(args);
     wait_for_results(args, epoch);
@@ -133,11 +138,22 @@ __device__ void sum_slots_of_call(const HomeArgs& args) {
     const std::int64_t before = std::int64_t{args.workspace.rank} * tables.tokens * tables.top_k;
     const bool refused = tables.refused() != 0;
     for_each_eight(tables.tokens, args.width, [&](std::int64_t token, int column) {
+        const std::int64_t first = token * tables.top_k;
+        const std::int32_t* const ids = tables.ids() + before + first;
         Sums sums;
-        for (int slot = 0; slot < tables.top_k; ++slot) {
-            const std::int64_t place = token * tables.top_k + slot;
-            if (tables.ids()[before + place] < 0) continue;
-            sums.add<In>(args.weights[place], home + (place * args.width + column) * sizeof(In));
+        const auto add = [&](int slot, Sums& to) {
+            const std::int64_t place = first + slot;
+            to.add<In>(args.weights[place], home + (place * args.width + column) * sizeof(In));
+        };
+        if constexpr (kTree) {
+            const Groups groups = groups_of(args);
+            Tree<In> tree;
+            add_leaves(tree, groups, ids, tables.top_k, 0, groups.experts, add);
+            sums.add(tree);
+        } else {
+            for (int slot = 0; slot < tables.top_k; ++slot) {
+                if (ids[slot] >= 0) add(slot, sums);
+            }
         }
         if (refused) refuse(sums);
         sums.store<Out>(args.out + (token * args.width + column) * sizeof(Out));
@@ -145,12 +161,11 @@ __device__ void sum_slots_of_call(const HomeArgs& args) {
     finish(args, epoch);
 }
 
-// Adds 8 results of a token of `source`, from `column` on, that are rows of this rank, in the order of slots. Returns
-// whether there are any.
-template <class In>
+// Adds 8 results of a token of `source`, from `column` on, that are rows of this rank, in the order of slots, or their
+// tree's root. Returns whether there are any.
+template <class In, bool kTree>
 __device__ bool add_rows(const HomeArgs& args, int source, std::int64_t token, int column,
                          Sums& sums) {
-    constexpr int kLoads = sizeof(In) == 2 ? 4 : 2;  // under way, of a token's results
     const Tables& tables = args.tables;
     const auto* const theirs = reinterpret_cast<const float*>(
         args.workspace.data(args.workspace.rank) + args.weights_offset);
@@ -161,27 +176,42 @@ __device__ bool add_rows(const HomeArgs& args, int source, std::int64_t token, i
         source == args.workspace.rank || !args.waits ? args.weights : theirs + source * own;
     const std::int32_t* const rows = tables.place_row() + number * tables.top_k;
     bool any = false;
-    for (int slot = 0; slot < tables.top_k; slot += kLoads) {
-        int row[kLoads];
-        Eight<In> found[kLoads];
+    if constexpr (kTree) {
+        const int first = args.workspace.rank * tables.experts;
+        Tree<In> tree;
+        add_leaves(tree, groups_of(args), tables.ids() + number * tables.top_k, tables.top_k, first,
+                   first + tables.experts, [&](int slot, Sums& leaf) {
+                       if (rows[slot] < 0) return;  // refused
+                       any = true;
+                       leaf.add<In>(
+                           weights[token * tables.top_k + slot],
+                           args.y + (std::int64_t{rows[slot]} * args.width + column) * sizeof(In));
+                   });
+        sums.add(tree);
+    } else {
+        constexpr int kLoads = sizeof(In) == 2 ? 4 : 2;  // under way, of a token's results
+        for (int slot = 0; slot < tables.top_k; slot += kLoads) {
+            int row[kLoads];
+            Eight<In> found[kLoads];
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i) row[i] = slot + i < tables.top_k ? rows[slot + i] : -1;
+            for (int i = 0; i < kLoads; ++i) row[i] = slot + i < tables.top_k ? rows[slot + i] : -1;
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-            if (row[i] < 0) continue;
-            found[i].load(args.y + (std::int64_t{row[i]} * args.width + column) * sizeof(In));
-        }
+            for (int i = 0; i < kLoads; ++i) {
+                if (row[i] < 0) continue;
+                found[i].load(args.y + (std::int64_t{row[i]} * args.width + column) * sizeof(In));
+            }
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-            if (row[i] < 0) continue;
-            any = true;
-            sums.add(weights[token * tables.top_k + slot + i], found[i]);
+            for (int i = 0; i < kLoads; ++i) {
+                if (row[i] < 0) continue;
+                any = true;
+                sums.add(weights[token * tables.top_k + slot + i], found[i]);
+            }
         }
     }
     return any;
 }
 
-template <class In>
+template <class In, bool kTree>
 __device__ void sum_rows_of_call(const HomeArgs& args) {
     const std::uint64_t epoch = epoch_of(args);
     wait_for_all(args, epoch, [](int source) { return source; });
@@ -193,7 +223,7 @@ __device__ void sum_rows_of_call(const HomeArgs& args) {
         const std::int64_t token = args.first + turn / world;
         if (args.hierarchical && rails_in(args).puts_to(source)) return;  // relay_sums does these
         Sums sums;
-        if (!add_rows<In>(args, source, token, column, sums)) return;
+        if (!add_rows<In, kTree>(args, source, token, column, sums)) return;
         char* const to = sums_for(args, source, sizeof(In));
         sums.store<In>(to + (token * args.width + column) * sizeof(In));
     });
@@ -217,15 +247,17 @@ __device__ inline unsigned owners(const HomeArgs& args, int source, std::int64_t
 }
 
 // Adds 8 elements of `token` of slot `from` of what came home.
-template <class In>
+template <class In, class Terms>
 __device__ void add_slot(const HomeArgs& args, int from, std::int64_t token, int column,
-                         Sums& sums) {
+                         Terms& terms) {
     const std::int64_t at = std::int64_t{from} * args.tables.tokens + token;
-    sums.add<In>(1.0f, home_of(args, args.workspace.rank) +
-                           (at * args.width + column) * static_cast<int>(sizeof(In)));
+    Eight<In> found;
+    found.load(home_of(args, args.workspace.rank) +
+               (at * args.width + column) * static_cast<int>(sizeof(In)));
+    terms.add(found, from);
 }
 
-template <class In>
+template <class In, bool kTree>
 __device__ void relay_sums_of_call(const HomeArgs& args) {
     const std::uint64_t epoch = epoch_of(args);
     wait_for_all(args, epoch, [&](int source) -> std::int64_t {
@@ -239,20 +271,23 @@ __device__ void relay_sums_of_call(const HomeArgs& args) {
         const int ward = rails.peer(number);
         const std::int64_t token = args.first + turn / rails.peers();
         const unsigned here = owners(args, ward, token) >> args.workspace.first;
-        Sums sums;
+        TreeOr<kTree, In, Sums> terms;
         for (int place = 0; place < rails.local; ++place) {
             if ((here >> place & 1) == 0) continue;
+            const int from = ward / rails.local * rails.local + place;
             if (place != rails.place()) {
-                add_slot<In>(args, ward / rails.local * rails.local + place, token, column, sums);
+                add_slot<In>(args, from, token, column, terms);
                 continue;
             }
             Sums own;
             Eight<In> rounded;  // as those of the neighbours are
-            add_rows<In>(args, ward, token, column, own);
+            add_rows<In, kTree>(args, ward, token, column, own);
             own.store<In>(reinterpret_cast<char*>(rounded.v));
-            sums.add(1.0f, rounded);
+            terms.add(rounded, from);
         }
         if ((here & ((1u << rails.local) - 1)) == 0) return;
+        Sums sums;
+        sums.add(terms);
         const std::int64_t at = (number * std::int64_t{args.tables.tokens} + token) * args.width;
         sums.store<In>(args.workspace.network.area + args.outbox_offset +
                        (at + column) * static_cast<int>(sizeof(In)));
@@ -260,15 +295,15 @@ __device__ void relay_sums_of_call(const HomeArgs& args) {
 }
 
 // Adds the slots of those of `count` ranks from `first` on that have a bit in `ranks`.
-template <class In>
+template <class In, class Terms>
 __device__ void add_slots(const HomeArgs& args, unsigned ranks, int first, int count,
-                          std::int64_t token, int column, Sums& sums) {
+                          std::int64_t token, int column, Terms& terms) {
     for (int rank = first; rank < first + count; ++rank) {
-        if (ranks >> rank & 1) add_slot<In>(args, rank, token, column, sums);
+        if (ranks >> rank & 1) add_slot<In>(args, rank, token, column, terms);
     }
 }
 
-template <class Out, class In, bool kRelayed>
+template <class Out, class In, bool kTree, bool kRelayed>
 __device__ void sum_ranks_of_call(const HomeArgs& args) {
     const std::uint64_t epoch = epoch_of(args);
     wait_for_results(args, epoch);
@@ -276,21 +311,27 @@ __device__ void sum_ranks_of_call(const HomeArgs& args) {
     const bool refused = tables.refused() != 0;
     for_each_eight(tables.tokens, args.width, [&](std::int64_t token, int column) {
         const unsigned ranks = owners(args, args.workspace.rank, token);
-        Sums sums;
+        TreeOr<kTree, In, Sums> terms;
         if constexpr (!kRelayed) {
-            add_slots<In>(args, ranks, 0, tables.world, token, column, sums);
+            add_slots<In>(args, ranks, 0, tables.world, token, column, terms);
         } else {
             const Rails rails = rails_in(args);
             for (int first = 0; first < tables.world; first += rails.local) {
                 if (first == args.workspace.first) {
-                    Sums own;
-                    add_slots<In>(args, ranks, first, rails.local, token, column, own);
-                    sums.add(own);
+                    if constexpr (kTree) {
+                        add_slots<In>(args, ranks, first, rails.local, token, column, terms);
+                    } else {
+                        Sums own;
+                        add_slots<In>(args, ranks, first, rails.local, token, column, own);
+                        terms.add(own);
+                    }
                 } else if ((ranks >> first & ((1u << rails.local) - 1)) != 0) {
-                    add_slot<In>(args, first + rails.place(), token, column, sums);
+                    add_slot<In>(args, first + rails.place(), token, column, terms);
                 }
             }
         }
+        Sums sums;
+        sums.add(terms);
         if (refused) refuse(sums);
         sums.store<Out>(args.out + (token * args.width + column) * sizeof(Out));
     });

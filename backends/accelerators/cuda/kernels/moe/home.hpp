@@ -18,7 +18,9 @@
 //   own sums of a ward's tokens, and those of neighbours ──relay_sums──▶ a node's sum of each token, in the order of
 //        ranks, rounded ──▶ the outbox, [nodes - 1, tokens, width] ──put──▶ its place r at the ward
 //   sums of the own node, added up in float32, and of others ──sum_ranks──▶ out, in the order of nodes
-// Sums are float32 and rounded once, in each of these steps. After a refused routing nothing travels, and out is NaN.
+// Sums are float32 and rounded once, in each of these steps. Invariant results are added up by the one tree instead
+// (mkernel/plan/invariance.py), whose leaves are the sums over slots with experts of one group: a rank, and a relay, sends
+// the root of its subtree. After a refused routing nothing travels, and out is NaN.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -44,6 +46,7 @@ struct HomeArgs {
     std::int32_t width;
     std::int32_t first, end;  // tokens of each rank that sum_rows and relay_sums sum
     std::int32_t pieces;      // that sums for another node's rank travel in; 0: there are none
+    std::int32_t groups;      // that experts form, of invariant results; 0: others
     bool half;                // float16, else bfloat16: y unless `wide`, and out
     bool wide;                // what travels is float32, and so is y of sum_rows
     bool waits;               // for other ranks; else nothing goes to them either
