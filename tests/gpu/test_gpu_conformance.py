@@ -46,6 +46,8 @@ def test_promise(
         monkeypatch.setenv("MKERNEL_STREAMS_DEVICE", "cpu")
         registry.accelerator.cache_clear()  # of streams on the GPU, and then of this one
         request.addfinalizer(registry.accelerator.cache_clear)
+    elif way == "library" and check.name in ("chunk-invariance", "split-invariance"):
+        pytest.skip("invariant results have no library path")
     elif name == "hopper":  # left to the planner, small calls would all take the same path
         monkeypatch.setenv("MKERNEL_PATH", way)
     elif name == "streams" and load().ranks_per_device > 1:

@@ -150,7 +150,7 @@ def test_a_row_has_the_same_bits_among_65536(world: int, draw: Draw, alone: list
 def test_levels_in_registers_add_as_the_kernel_behind_does(
     tiling: TilingName, alone: list[Tensor]
 ) -> None:
-    draws = [draw for draw in REDUCTIONS if draw.scales is None]
+    draws = [draw for draw in REDUCTIONS if draw.scales is None and draw.segments == 8]
     whole = [alone[DRAWS.index(draw)] for draw in draws]
     for levels in (0, LEVELS[tiling]):
         found = kept_ranks.run(

@@ -91,12 +91,12 @@ def _claimed(subject: AcceleratorSubject) -> tuple[str, ...]:
 
 class _Variant(NamedTuple):
     """A call, or several, that must give rows the bits that they have in another: which rows each
-    passes, in chunks of which size, and on which path, or in which way results come home."""
+    passes, in chunks of which size, and in which way results of experts come home."""
 
     name: str
     calls: tuple[torch.Tensor, ...]
     chunk: int | None = None
-    path: str | None = None
+    way: str | None = None
 
 
 class _Promise:
@@ -158,7 +158,7 @@ class _Promise:
         exact = ("topk_ids", "topk_weights")
         given |= {name: given[name].to(kind) for name in given if name not in exact}
         options = {"tensors": given, "invariant": _SUM}
-        return case.with_(options={**options, "returns": variant.path} if variant.path else options)
+        return case.with_(options={**options, "returns": variant.way} if variant.way else options)
 
     def case(self, rows: torch.Tensor, variant: _Variant, world_size: int) -> Case:
         """Return a call on these rows."""
@@ -173,8 +173,7 @@ class _Promise:
             made = with_tensors(case, x=torch.cat([each[rows] for each in self._x]))
         else:
             made = with_tensors(case, a=self._a[rows], b=self._b)
-        options = {**made.options, "invariant": _SUM}
-        return made.with_(options={**options, "path": variant.path} if variant.path else options)
+        return made.with_(options={**made.options, "invariant": _SUM})
 
     def results(
         self, variants: Sequence[_Variant], world: tuple[int, int]
@@ -248,7 +247,8 @@ def chunk_invariance(subject: AcceleratorSubject) -> None:
 
 
 def split_invariance(subject: AcceleratorSubject) -> None:
-    """Give worlds of other sizes and nodes, on each path, the same whole tensors."""
+    """Give worlds of other sizes and nodes, in each way home, the same whole tensors. There is no library
+    path with invariant results."""
     found: list[str] = []
     worlds = subject.worlds((1, 1), (1, 2), (1, 4), (2, 2), (4, 1))
     claims = subject.capabilities
@@ -258,11 +258,10 @@ def split_invariance(subject: AcceleratorSubject) -> None:
         promise, first = _Promise(subject, op, 1), None
         every = torch.arange(promise.rows)
         for world in [one for one in worlds if claims.provides(op, one[0])]:
-            both = op in claims.library_ops and op not in claims.only_library_ops and world[0] == 1
-            paths: Sequence[str | None] = ("fused", "library") if both else (None,)
+            ways: Sequence[str | None] = (None,)
             if op == "moe_gemm_combine":
-                paths = claims.ways_home(world[0])
-            variants = [_Variant(f"path {path or 'auto'}", (every,), path=path) for path in paths]
+                ways = claims.ways_home(world[0])
+            variants = [_Variant(f"home {way or 'as planned'}", (every,), way=way) for way in ways]
             wrong, first = promise.wrong(variants, world, first)
             found += wrong
         if found and subject.first_find:
@@ -304,7 +303,7 @@ CHECKS = (
     ),
     Check(
         "split-invariance",
-        "invariant results: ranks, nodes and paths do not change bits, which are the tree's",
+        "invariant results: ranks, nodes and ways home do not change bits, which are the tree's",
         split_invariance,
     ),
     Check("replicas", "all-reduced results are the same bits on every rank", replicas),
