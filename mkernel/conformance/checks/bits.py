@@ -247,8 +247,8 @@ def chunk_invariance(subject: AcceleratorSubject) -> None:
 
 
 def split_invariance(subject: AcceleratorSubject) -> None:
-    """Give worlds of other sizes and nodes, in each way home, the same whole tensors. There is no library
-    path with invariant results."""
+    """Give worlds of other sizes and nodes, in each way home, the same whole tensors. Invariant results
+    have no library path."""
     found: list[str] = []
     worlds = subject.worlds((1, 1), (1, 2), (1, 4), (2, 2), (4, 1))
     claims = subject.capabilities
