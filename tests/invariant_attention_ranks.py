@@ -115,7 +115,7 @@ def whole(draws: Sequence[Draw], chunk: int | None, *how: Any, **world: Any) -> 
 
 
 def wrong(draw: Draw, result: Result) -> list[str]:
-    """What of a result is not the truth, in float64, within the op's limits."""
+    """Return what of a result is not the truth, in float64, within the op's limits."""
     q, k, v = (each.double() for each in tensors(draw).values())
     k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
     scale = draw.width**-0.5 if draw.scale is None else draw.scale

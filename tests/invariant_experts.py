@@ -165,7 +165,7 @@ def batches(draw: Draw, size: int, chance: random.Random) -> list[Tensor]:
 def every_token(
     draws: Iterable[Draw], nodes: int, ranks: int
 ) -> list[tuple[list[Tensor], list[list[Any]]]]:
-    """For each draw the tokens of some batches, drawn for this world alone, and what this rank got."""
+    """Return for each draw the tokens of some batches, drawn for this world, and what this rank got."""
     chance = random.Random(f"{nodes} x {ranks}")
     found = []
     for draw in draws:

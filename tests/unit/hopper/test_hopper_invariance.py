@@ -246,7 +246,7 @@ def matrix(at: int, rows: int, columns: int, pitch: int) -> torch.Tensor:
 def test_segments_are_added_by_the_tree(
     op: str, count: int, world: int, levels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the levels in registers and the kernel behind: those of a world of few segments, or none."""
+    """Levels in registers and the kernel behind add as one tree does, with as many levels as fit."""
     fabric = SegmentsFabric(world)
     for module in (segments, fused, device_world):
         monkeypatch.setattr(module, "native", lambda: fabric)
